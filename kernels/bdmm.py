@@ -1,0 +1,145 @@
+"""
+Block-diagonal matrix product whose features are read and written through index maps.
+
+One kernel serves both stages of a Monarch layer and both input gradients (`README.md`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from monarch_rocm.kernels import tuning
+
+
+@triton.jit
+def locate(b, o_n, BLOCKS: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
+    """
+    Row in the factor and position in memory of the features `o_n` of block `b`.
+
+    Where GROUP divides N, `o_n` counts in memory order, so that neighbours lie in runs of
+    N // GROUP; elsewhere it counts in the factor's order.
+    """
+    if N % GROUP == 0:
+        RUN: tl.constexpr = N // GROUP
+        o_g = o_n // RUN
+        o_r = o_n % RUN
+        return o_r * GROUP + o_g, (o_g * BLOCKS + b) * RUN + o_r
+    else:
+        o_f = b * N + o_n
+        return o_n, (o_f % GROUP) * (BLOCKS * N // GROUP) + o_f // GROUP
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def bdmm_kernel(
+    x,
+    w,
+    bias,
+    y,
+    tokens,
+    stride_x_t,
+    stride_x_f,
+    stride_w_b,
+    stride_w_o,
+    stride_w_i,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    N_IN: tl.constexpr,
+    N_OUT: tl.constexpr,
+    GROUP_IN: tl.constexpr,
+    GROUP_OUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BO: tl.constexpr,
+    BI: tl.constexpr,
+):
+    # Programs that share rows of x are neighbours, so that those rows are read from cache.
+    TILES: tl.constexpr = (N_OUT + BO - 1) // BO
+    pid = tl.program_id(0)
+    i_o = pid % TILES
+    i_b = pid // TILES % BLOCKS
+    i_t = pid // (TILES * BLOCKS)
+
+    o_t = i_t * BT + tl.arange(0, BT)
+    m_t = o_t < tokens
+    if WIDE:
+        o_t = o_t.to(tl.int64)
+    o_o = i_o * BO + tl.arange(0, BO)
+    o_row, o_y = locate(i_b, o_o, BLOCKS, N_OUT, GROUP_OUT)
+    m_o = o_o < N_OUT
+    if WIDE:
+        o_row = o_row.to(tl.int64)
+    w += i_b.to(tl.int64) * stride_w_b
+
+    b_y = tl.zeros((BT, BO), dtype=tl.float32)
+    for i in range(0, N_IN, BI):
+        o_i = i + tl.arange(0, BI)
+        o_col, o_x = locate(i_b, o_i, BLOCKS, N_IN, GROUP_IN)
+        m_i = o_i < N_IN
+        if WIDE:
+            o_col, o_x = o_col.to(tl.int64), o_x.to(tl.int64)
+        p_x = x + o_t[:, None] * stride_x_t + o_x[None, :] * stride_x_f
+        b_x = tl.load(p_x, mask=m_t[:, None] & (m_i & (o_x < IN))[None, :], other=0.0)
+        p_w = w + o_col[:, None] * stride_w_i + o_row[None, :] * stride_w_o
+        b_w = tl.load(p_w, mask=m_i[:, None] & m_o[None, :], other=0.0)
+        b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
+
+    m_o = m_o & (o_y < OUT)
+    if HAS_BIAS:
+        b_y += tl.load(bias + o_y, mask=m_o, other=0.0).to(tl.float32)[None, :]
+    p_y = y + o_t[:, None] * OUT + o_y[None, :]
+    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_t[:, None] & m_o[None, :])
+
+
+def bdmm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    group_in: int,
+    group_out: int,
+) -> torch.Tensor:
+    """
+    Multiply `x (tokens, features)` by `blocks` matrices `w (blocks, n_out, n_in)`.
+
+    Args:
+        x (Tensor): any strides; bfloat16, float16 or float32.
+        w (Tensor): any strides, the same dtype.
+        bias (Tensor, optional): `(out_features,)`, contiguous, added before rounding.
+        out_features (int): features that are kept, at most `blocks * n_out`.
+        group_in, group_out (int): the index maps' groups.
+
+    Returns:
+        Tensor: `(tokens, out_features)`, contiguous.
+
+    """
+    tokens, in_features = x.shape
+    blocks, n_out, n_in = w.shape
+    y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return y
+    config = tuning.lookup("bdmm", x.device, x.dtype, n_out, n_in, tokens)
+    tile_t, tile_o = config["BT"], config["BO"]
+    grid = (triton.cdiv(tokens, tile_t) * blocks * triton.cdiv(n_out, tile_o),)
+    with tuning.on_device(x.device):
+        bdmm_kernel[grid](
+            x,
+            w,
+            y if bias is None else bias,
+            y,
+            tokens,
+            *x.stride(),
+            *w.stride(),
+            IN=in_features,
+            OUT=out_features,
+            BLOCKS=blocks,
+            N_IN=n_in,
+            N_OUT=n_out,
+            GROUP_IN=group_in,
+            GROUP_OUT=group_out,
+            HAS_BIAS=bias is not None,
+            WIDE=tuning.is_wide(x, w, y),
+            **config,
+        )
+    return y

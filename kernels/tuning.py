@@ -1,0 +1,109 @@
+"""
+Which config a kernel runs with: tables of JSON, one file an architecture and kernel.
+
+A file lists rows under the dtype's size in bytes; the first row whose limits hold is taken, so a
+lookup is a pure function of shape and device and all ranks of a job choose alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+
+import torch
+
+Table = dict[str, list[dict[str, dict[str, int]]]]
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def cache_dir() -> Path:
+    """Where this user's own configs lie, `<arch>/<kernel>.json`; they go before the shipped ones."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MONARCH_ROCM_CACHE_DIR") or Path(base) / "monarch-rocm")
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """Such as "gfx942" on ROCm, "sm90" on CUDA, "default" elsewhere."""
+    if device.type != "cuda":
+        return "default"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+@cache
+def table(kernel: str, arch: str) -> tuple[Path, Table]:
+    """The file that serves `kernel` on `arch`, and its rows."""
+    own = cache_dir() / arch / f"{kernel}.json"
+    if own.is_file():
+        try:
+            return own, _read(own)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{own} is ignored: {error}", stacklevel=2)
+    shipped = CONFIGS / arch / f"{kernel}.json"
+    if not shipped.is_file():
+        shipped = CONFIGS / "default" / f"{kernel}.json"
+    return shipped, _read(shipped)
+
+
+def _read(file: Path) -> Table:
+    rows = json.loads(file.read_text())
+    if not isinstance(rows, dict) or set(rows) != {"2", "4"}:
+        raise ValueError('it must hold rows under "2" and "4", the bytes of a number')
+    for part in rows.values():
+        if not isinstance(part, list) or not part or not all(map(_is_row, part)):
+            raise ValueError('its rows must be {"max": {limit: number}, "config": {parameter: number}}')
+        if part[-1]["max"]:
+            raise ValueError("its last row must serve every shape")
+    return rows
+
+
+def _is_row(row: object) -> bool:
+    return (
+        isinstance(row, dict)
+        and set(row) == {"max", "config"}
+        and all(isinstance(part, dict) for part in row.values())
+        and set(row["max"]) <= {"out", "in", "tokens"}
+        and all(type(number) is int for part in row.values() for number in part.values())
+    )
+
+
+@cache
+def _lookup(kernel: str, arch: str, itemsize: int, n_out: int, n_in: int, bucket: int) -> dict[str, int]:
+    asked = {"out": n_out, "in": n_in, "tokens": bucket}
+    for row in table(kernel, arch)[1][str(itemsize)]:
+        if all(asked[name] <= limit for name, limit in row["max"].items()):
+            return row["config"]
+    raise LookupError(f"no {kernel} config for {asked} on {arch}")
+
+
+def lookup(
+    kernel: str, device: torch.device, dtype: torch.dtype, n_out: int, n_in: int, tokens: int
+) -> dict[str, int]:
+    """
+    Launch parameters of `kernel` for blocks of `(n_out, n_in)` and that many tokens.
+
+    Tokens count by bucket, the next power of two, so that few configs are ever compiled.
+    """
+    bucket = 1 << max(0, tokens - 1).bit_length()
+    return _lookup(kernel, architecture(device), dtype.itemsize, n_out, n_in, bucket)
+
+
+def is_wide(*tensors: torch.Tensor) -> bool:
+    """Whether an offset into one of the tensors can pass 2**31."""
+    return any(
+        sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) >= 2**31 for t in tensors
+    )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make `device` current for a launch: Triton launches on the current one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)  # type: ignore[return-value]
+    return nullcontext()

@@ -1,0 +1,5 @@
+"""`python -m monarch_rocm`."""
+
+from monarch_rocm.cli import main
+
+raise SystemExit(main())

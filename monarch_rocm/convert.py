@@ -1,0 +1,207 @@
+"""Model surgery: `monarchize` puts Monarch layers where a model had dense ones."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from monarch_rocm import init, projection
+from monarch_rocm.config import MonarchConfig
+from monarch_rocm.integrations.transformers import is_conv1d
+from monarch_rocm.linear import MonarchLinear
+from monarch_rocm.report import MonarchReport, Row, Skipped
+from monarch_rocm.shape import MonarchShape
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+def monarchize(
+    model: nn.Module, config: MonarchConfig | None = None, filter_fn: FilterFn | None = None
+) -> tuple[nn.Module, MonarchReport]:
+    """
+    Replace the linear layers of a model by Monarch layers, in place.
+
+    `nn.Linear` and transformers' `Conv1D` are replaced. A layer that is used in several places
+    stays one layer; two layers that share a weight share their factors; a layer whose weight
+    belongs to something else too, as a head tied to an embedding does, is left alone. Bias,
+    hooks, dtype, device, training mode and `requires_grad` are kept. Left alone as well are
+    subclasses of `nn.Linear`, layers whose weight is computed by a parametrisation or a hook, and,
+    without a `filter_fn`, the two layers of `nn.TransformerEncoderLayer` whose weights its fused
+    path reads. The report names each with its reason.
+
+    Args:
+        model (nn.Module): changed in place. A model on the meta device stays there.
+        config (MonarchConfig, optional): Default: `MonarchConfig()`.
+        filter_fn (callable, optional): `filter_fn(module, name)` is asked for each layer that could
+            be replaced; true means replace. Default: all of them.
+
+    Returns:
+        (nn.Module, MonarchReport): the model, the same object unless it is itself a linear layer,
+        and what was done. An optimizer made before holds the old parameters: make it afterwards.
+
+    Raises:
+        TypeError: a `config` that is no `MonarchConfig`.
+        ValueError: a weight that is not finite. Nothing has been replaced then.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> model, report = monarchize(model, MonarchConfig(nblocks=4))
+        >>> report.params_before, report.params_after
+        (33088, 10560)
+
+    """
+    config = MonarchConfig() if config is None else config
+    if not isinstance(config, MonarchConfig):
+        raise TypeError(f"config must be a MonarchConfig, but it is a {type(config).__name__}")
+    report = MonarchReport(params_before=_count(model.parameters()))
+    chosen, report.skipped = _choose(model, filter_fn)
+    shapes = {}
+    for linear, name in chosen.items():
+        weight = _dense_weight(linear)
+        out_features, in_features = weight.shape
+        shapes[linear] = MonarchShape(in_features, out_features, config.nblocks, config.rank, config.layout)
+        if config.init == "project" and not weight.is_meta:
+            try:
+                projection.check_weight(weight)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"layer {name!r}: {error}") from None
+
+    replaced: dict[nn.Module, MonarchLinear] = {}
+    factors: dict[int, _Factors] = {}
+    for linear, name in chosen.items():
+        parameter = linear.weight
+        if id(parameter) not in factors:
+            factors[id(parameter)] = _make_factors(linear, shapes[linear], config)
+        made = factors[id(parameter)]
+        replaced[linear] = _make_layer(linear, shapes[linear], made, config)
+        before, after = _count(linear.parameters()), _count(replaced[linear].parameters())
+        kind = type(linear).__name__
+        report.rows.append(Row(name, kind, shapes[linear], before, after, made.error))
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replaced:
+                parent._modules[name] = replaced[child]  # type: ignore[index]
+    root: nn.Module = replaced.get(model, model)  # type: ignore[arg-type]
+    report.params_after = _count(root.parameters())
+    return root, report
+
+
+@dataclass(frozen=True)
+class _Factors:
+    blkdiag1: nn.Parameter
+    blkdiag2: nn.Parameter
+    error: float
+    dense: nn.Parameter  # kept alive, so that its id stays its own
+
+
+def _choose(model: nn.Module, filter_fn: FilterFn | None) -> tuple[dict[nn.Module, str], list[Skipped]]:
+    """The layers to replace with their names, and the linear ones that are left alone."""
+    owners = defaultdict(set)
+    fused: set[nn.Module] = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)].add(module)
+        if isinstance(module, nn.TransformerEncoderLayer):
+            fused.update((module.linear1, module.linear2))
+
+    chosen, skipped = {}, []
+    for name, module in model.named_modules():
+        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            continue
+        reason = _obstacle(module)
+        if reason is None and filter_fn is None and module in fused:
+            reason = "nn.TransformerEncoderLayer's fused path reads its weight"
+        if reason is None and filter_fn is not None and not filter_fn(module, name):
+            reason = "filter_fn"
+        if reason is None:
+            chosen[module] = name
+        else:
+            skipped.append(Skipped(name, reason))
+
+    # A tied weight can only follow where all its owners do, and hold it the same way round.
+    refused = True
+    while refused:
+        refused = False
+        for module, name in list(chosen.items()):
+            others = owners[id(module.weight)] - {module}
+            if any(o not in chosen or type(o) is not type(module) for o in others):
+                del chosen[module]
+                skipped.append(Skipped(name, "its weight is tied to a module that stays dense"))
+                refused = True
+    return chosen, skipped
+
+
+def _obstacle(linear: nn.Module) -> str | None:
+    """Why a linear layer cannot be replaced at all, None where it can."""
+    if type(linear) is not nn.Linear and not is_conv1d(linear):
+        return f"{type(linear).__name__} is a subclass of nn.Linear"
+    extra = [name for name in linear._parameters if name not in ("weight", "bias")]
+    extra += [*linear._buffers, *linear._modules]
+    weight = linear._parameters.get("weight")
+    if extra or weight is None:
+        return f"its weight is computed from {', '.join(extra) or 'something else'}"
+    if type(weight.data) is not Tensor:
+        return f"its weight is a {type(weight.data).__name__}"
+    if not (weight.is_floating_point() or weight.is_complex()):
+        return f"its weight is {weight.dtype}"
+    if "forward" in vars(linear) or linear._compiled_call_impl is not None:
+        return "its forward was replaced or compiled on its own"
+    if 0 in weight.shape:
+        return "its weight is empty"
+    return None
+
+
+def _dense_weight(linear: nn.Module) -> Tensor:
+    """The weight as `(out_features, in_features)`, without a graph."""
+    weight: Tensor = linear.weight.detach()  # type: ignore[union-attr,operator]
+    return weight.T if is_conv1d(linear) else weight
+
+
+@torch.no_grad()
+def _make_factors(linear: nn.Module, shape: MonarchShape, config: MonarchConfig) -> _Factors:
+    dense = _dense_weight(linear)
+    parameter: nn.Parameter = linear.weight  # type: ignore[assignment]
+    error = math.nan
+    if config.init == "project" and not dense.is_meta:
+        factors = projection.project_to(dense, shape)
+        error = _relative_error(dense, factors, shape)
+    else:
+        factors = dense.new_empty(shape.factor1), dense.new_empty(shape.factor2)
+        init.uniform_(*factors, None, shape)
+    one, two = (nn.Parameter(factor, parameter.requires_grad) for factor in factors)
+    return _Factors(one, two, error, parameter)
+
+
+def _relative_error(dense: Tensor, factors: tuple[Tensor, Tensor], shape: MonarchShape) -> float:
+    dense = projection.check_weight(dense)
+    one, two = (factor.to(dense.dtype) for factor in factors)
+    monarch = projection.monarch_weight(one, two, layout=shape.layout)
+    norm = float(torch.linalg.vector_norm(dense))
+    change = monarch[: shape.out_features, : shape.in_features] - dense
+    return float(torch.linalg.vector_norm(change)) / norm if norm else 0.0
+
+
+def _make_layer(
+    linear: nn.Module, shape: MonarchShape, factors: _Factors, config: MonarchConfig
+) -> MonarchLinear:
+    layer = MonarchLinear._assemble(
+        shape, factors.blkdiag1, factors.blkdiag2, linear._parameters["bias"], config.backend
+    )
+    # Hooks live in dicts that their handles know, so the dicts move over as they are. What users
+    # or libraries hung on the layer moves with them.
+    stays = {"_parameters", "_buffers", "_modules", "in_features", "out_features", "nf", "nx"}
+    for key, value in vars(linear).items():
+        if key not in stays:
+            vars(layer)[key] = value
+    return layer
+
+
+def _count(parameters: Iterator[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))

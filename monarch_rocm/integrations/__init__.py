@@ -1,0 +1,1 @@
+"""Ties to other libraries. Nothing here imports one of them before it is used."""

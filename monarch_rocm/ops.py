@@ -1,0 +1,338 @@
+"""
+The registered ops and their gradients.
+
+`monarch_rocm::linear` is a whole layer, `monarch_rocm::stage` one block-diagonal product and
+`monarch_rocm::stage_wgrad` its weight gradient. The last two are each other's derivatives, so that
+gradients of any order stay within these three ops.
+
+They are plain `define`/`impl` ops behind `autograd.Function`s, since `custom_op` with
+`register_autograd` fails `vmap(grad)` and answers a forward-mode derivative with zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.nn import Parameter
+from torch.utils.flop_counter import register_flop_formula
+
+from monarch_rocm import dispatch
+from monarch_rocm.shape import MonarchShape
+
+_LIBRARY = torch.library.Library("monarch_rocm", "DEF")
+_SCHEMAS = (
+    # y (..., out_features) and the hidden features h (..., L*R) in the backend's order
+    "linear(Tensor x, Tensor blkdiag1, Tensor blkdiag2, Tensor? bias, SymInt out_features, str layout, "
+    "str backend) -> (Tensor, Tensor)",
+    "stage(Tensor x, Tensor w, SymInt out_features, SymInt group_in, SymInt group_out, bool hidden, "
+    "str backend) -> Tensor",
+    "stage_wgrad(Tensor g, Tensor a, SymInt blocks, SymInt n_out, SymInt n_in, SymInt group_out, "
+    "SymInt group_in, str backend) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _impl(name: str) -> Any:
+    return torch.library.impl(_LIBRARY, name, "CompositeExplicitAutograd")
+
+
+def _no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Operands have their dtype already; autocast must not change it in the products of a backend."""
+    if autocast_dtype(x.device.type) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+@dispatch.constant
+def autocasts(device_type: str) -> bool:
+    """Whether there is autocast for that kind of device; for the meta device there is none."""
+    return torch.amp.is_autocast_available(device_type)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast has active there, None where it is off."""
+    if autocasts(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+@_impl("linear")
+def _linear(
+    x: Tensor,
+    blkdiag1: Tensor,
+    blkdiag2: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    lead = x.shape[:-1]
+    hidden = blkdiag1.shape[0] * blkdiag1.shape[1]
+    write, read = dispatch.hidden_groups(backend, blkdiag2)
+    with _no_autocast(x):
+        h = dispatch.stage(_rows(x), blkdiag1, None, hidden, 1, write, True, backend)
+        y = dispatch.stage(
+            h, blkdiag2, bias, out_features, read, _out_group(blkdiag2, layout), False, backend
+        )
+    return y.view(*lead, out_features), h.view(*lead, hidden)
+
+
+@_impl("stage")
+def _stage(
+    x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int, hidden: bool, backend: str
+) -> Tensor:
+    with _no_autocast(x):
+        y = dispatch.stage(_rows(x), w, None, out_features, group_in, group_out, hidden, backend)
+    return y.view(*x.shape[:-1], out_features)
+
+
+@_impl("stage_wgrad")
+def _stage_wgrad(
+    g: Tensor,
+    a: Tensor,
+    blocks: int,
+    n_out: int,
+    n_in: int,
+    group_out: int,
+    group_in: int,
+    backend: str,
+) -> Tensor:
+    with _no_autocast(g):
+        return dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, backend)
+
+
+def _out_group(blkdiag2: Tensor, layout: str) -> int:
+    """Index-map group of the outputs."""
+    return blkdiag2.shape[1] if layout == "interleaved" else 1
+
+
+@torch.library.register_fake("monarch_rocm::linear", lib=_LIBRARY)
+def _linear_fake(x, blkdiag1, blkdiag2, bias, out_features, layout, backend):  # type: ignore[no-untyped-def]
+    h = dispatch.new_hidden(x, blkdiag1.shape[0] * blkdiag1.shape[1], backend)
+    return x.new_empty(*x.shape[:-1], out_features), h
+
+
+@torch.library.register_fake("monarch_rocm::stage", lib=_LIBRARY)
+def _stage_fake(x, w, out_features, group_in, group_out, hidden, backend):  # type: ignore[no-untyped-def]
+    if hidden:
+        return dispatch.new_hidden(x, out_features, backend)
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@torch.library.register_fake("monarch_rocm::stage_wgrad", lib=_LIBRARY)
+def _stage_wgrad_fake(g, a, blocks, n_out, n_in, group_out, group_in, backend):  # type: ignore[no-untyped-def]
+    return g.new_empty(blocks, n_out, n_in)
+
+
+def _vmap(name: str, leading: bool) -> None:
+    """Register a batching rule. With `leading`, a batch of the first operand alone is more tokens."""
+    op = getattr(torch.ops.monarch_rocm, name)
+
+    def rule(info, in_dims, *args):  # type: ignore[no-untyped-def]
+        if leading and all(dim is None for dim in in_dims[1:]):
+            out = op(args[0].movedim(in_dims[0], 0), *args[1:])
+            return out, (0, 0) if isinstance(out, tuple) else 0
+        samples = [
+            op(*(a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(samples[0], tuple):
+            return tuple(torch.stack(parts) for parts in zip(*samples, strict=True)), (0, 0)
+        return torch.stack(samples), 0
+
+    torch.library.register_vmap(f"monarch_rocm::{name}", rule, lib=_LIBRARY)
+
+
+_vmap("linear", leading=True)
+_vmap("stage", leading=True)
+_vmap("stage_wgrad", leading=False)
+
+
+def _tokens(shape: Any) -> int:
+    return int(torch.Size(shape[:-1]).numel())
+
+
+@register_flop_formula(torch.ops.monarch_rocm.linear)
+def _linear_flops(x, blkdiag1, blkdiag2, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    return 2 * _tokens(x) * int(torch.Size(blkdiag1).numel() + torch.Size(blkdiag2).numel())
+
+
+@register_flop_formula(torch.ops.monarch_rocm.stage)
+def _stage_flops(x, w, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    return 2 * _tokens(x) * int(torch.Size(w).numel())
+
+
+@register_flop_formula(torch.ops.monarch_rocm.stage_wgrad)
+def _stage_wgrad_flops(g, a, blocks, n_out, n_in, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    return 2 * _tokens(g) * blocks * n_out * n_in
+
+
+def _eager(*tensors: Tensor | None) -> bool:
+    """Whether nothing stands between a call and its kernels: no transform, mode, subclass or tracer."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and forward_ad._current_level < 0
+        and all(t is None or type(t) in (Tensor, Parameter) for t in tensors)
+    )
+
+
+def _call(function: type[Function], *args: Any) -> Any:
+    """
+    Apply `function` the shortest way that is right.
+
+    `Function.apply` binds its arguments by signature, and an op goes through the dispatcher: together
+    they cost more than a small layer takes. Eager calls go around both, to the same `impl`.
+    """
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not _eager(*tensors):
+        return function.apply(*args)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return super(Function, function.Eager).apply(*args)  # type: ignore[attr-defined]
+    return function.Eager.forward(*args)  # type: ignore[attr-defined]
+
+
+class Stage(Function):
+    """Differentiable `monarch_rocm::stage`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, w, out_features, group_in, group_out, hidden, backend):  # type: ignore[no-untyped-def]
+        return torch.ops.monarch_rocm.stage(x, w, out_features, group_in, group_out, hidden, backend)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        x, w, _, *ctx.groups, ctx.hidden, ctx.backend = inputs
+        ctx.save_for_backward(x, w)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x, w = ctx.saved_tensors
+        group_in, group_out = ctx.groups
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = _call(Stage, dy, w.mH, x.shape[-1], group_out, group_in, not ctx.hidden, ctx.backend)
+        if ctx.needs_input_grad[1]:
+            dw = _call(StageWgrad, dy, x, *w.shape, group_out, group_in, ctx.backend)
+        return dx, dw, None, None, None, None, None
+
+
+class StageWgrad(Function):
+    """Differentiable `monarch_rocm::stage_wgrad`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(g, a, blocks, n_out, n_in, group_out, group_in, backend):  # type: ignore[no-untyped-def]
+        return torch.ops.monarch_rocm.stage_wgrad(g, a, blocks, n_out, n_in, group_out, group_in, backend)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        g, a, _, _, _, *ctx.groups, ctx.backend = inputs
+        ctx.save_for_backward(g, a)
+
+    @staticmethod
+    def backward(ctx, ddw):  # type: ignore[no-untyped-def]
+        g, a = ctx.saved_tensors
+        group_out, group_in = ctx.groups
+        dg = da = None
+        if ctx.needs_input_grad[0]:
+            dg = _call(Stage, a, ddw, g.shape[-1], group_in, group_out, False, ctx.backend)
+        if ctx.needs_input_grad[1]:
+            da = _call(Stage, g, ddw.mH, a.shape[-1], group_out, group_in, False, ctx.backend)
+        return dg, da, None, None, None, None, None, None
+
+
+class Linear(Function):
+    """
+    Differentiable `monarch_rocm::linear`; returns (y, h).
+
+    Only what a gradient needs is saved or computed: no weight gradient for a frozen factor, no
+    input gradient for an input that needs none.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, blkdiag1, blkdiag2, bias, out_features, layout, backend):  # type: ignore[no-untyped-def]
+        return torch.ops.monarch_rocm.linear(x, blkdiag1, blkdiag2, bias, out_features, layout, backend)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        x, blkdiag1, blkdiag2, _, _, layout, ctx.backend = inputs
+        need_x, need_1, need_2 = ctx.needs_input_grad[:3]
+        ctx.set_materialize_grads(False)
+        ctx.in_features = x.shape[-1]
+        ctx.factor1, ctx.factor2 = blkdiag1.shape, blkdiag2.shape
+        ctx.groups = *dispatch.hidden_groups(ctx.backend, blkdiag2), _out_group(blkdiag2, layout)
+        ctx.save_for_backward(
+            x if need_1 else None,
+            blkdiag1 if need_x else None,
+            blkdiag2 if need_x or need_1 else None,
+            output[1] if need_2 else None,
+        )
+
+    @staticmethod
+    def backward(ctx, dy, dh):  # type: ignore[no-untyped-def]
+        x, blkdiag1, blkdiag2, h = ctx.saved_tensors
+        need_x, need_1, need_2, need_bias = ctx.needs_input_grad[:4]
+        write, read, out = ctx.groups
+        dx = d1 = d2 = dbias = None
+        if dy is not None:
+            if need_bias:
+                dbias = dy.sum_to_size(dy.shape[-1])
+            if need_2:
+                d2 = _call(StageWgrad, dy, h, *ctx.factor2, out, read, ctx.backend)
+            if need_x or need_1:
+                width = ctx.factor2[0] * ctx.factor2[2]
+                through = _call(Stage, dy, blkdiag2.mH, width, out, read, True, ctx.backend)
+                dh = through if dh is None else dh + through
+        if dh is not None:
+            if need_1:
+                d1 = _call(StageWgrad, dh, x, *ctx.factor1, write, 1, ctx.backend)
+            if need_x:
+                dx = _call(Stage, dh, blkdiag1.mH, ctx.in_features, write, 1, False, ctx.backend)
+        return dx, d1, d2, dbias, None, None, None
+
+
+def _register(name: str, function: type[Function], impl: Any) -> None:
+    """Make `function` the op's autograd, for whoever calls the op by its name, as exported graphs do."""
+    op = getattr(torch.ops.monarch_rocm, name)
+
+    def autograd(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return function.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    _LIBRARY.impl(name, autograd, "Autograd")
+    function.Eager = type(function.__name__, (function,), {"forward": staticmethod(impl)})  # type: ignore[attr-defined]
+
+
+_register("linear", Linear, _linear)
+_register("stage", Stage, _stage)
+_register("stage_wgrad", StageWgrad, _stage_wgrad)
+
+
+def monarch_linear(
+    x: Tensor,
+    blkdiag1: Tensor,
+    blkdiag2: Tensor,
+    bias: Tensor | None,
+    shape: MonarchShape,
+    backend: str,
+) -> Tensor:
+    """A whole layer on checked operands of one dtype and device."""
+    y, _ = _call(Linear, x, blkdiag1, blkdiag2, bias, shape.out_features, shape.layout, backend)
+    return y  # type: ignore[no-any-return]

@@ -1,0 +1,100 @@
+"""What `monarchize` did to a model, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from monarch_rocm.shape import MonarchShape
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    One layer that was replaced.
+
+    Attributes:
+        name (str): where the layer is in the model, "" for the root.
+        kind (str): class of the layer that was replaced.
+        shape (MonarchShape): geometry of the new layer.
+        params_before, params_after (int): numbers in the layer, bias included.
+        weight_error (float): Frobenius norm of the change of the dense weight over that of the
+            weight, nan where there was nothing to compare (init "random", meta device).
+
+    """
+
+    name: str
+    kind: str
+    shape: MonarchShape
+    params_before: int
+    params_after: int
+    weight_error: float
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One linear layer that was left alone, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass
+class MonarchReport:
+    """
+    The outcome of `monarchize`; iterates over its rows and prints as a table.
+
+    Attributes:
+        rows (list of Row): the layers that were replaced.
+        skipped (list of Skipped): the linear layers that were left alone.
+        params_before, params_after (int): numbers in the whole model, shared ones counted once.
+
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    params_before: int = 0
+    params_after: int = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"{len(self.rows)} layers replaced, {len(self.skipped)} left alone")
+        table.add_column("layer", overflow="fold")
+        table.add_column("kind", overflow="fold")
+        for name in ("in", "out", "blocks", "rank", "params before", "after", "weight error"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            shape = row.shape
+            table.add_row(
+                row.name or "(root)",
+                row.kind,
+                str(shape.in_features),
+                str(shape.out_features),
+                f"{shape.K}" if shape.K == shape.L else f"{shape.K}x{shape.L}",
+                f"{shape.rank:.4g}",
+                f"{row.params_before:,}",
+                f"{row.params_after:,}",
+                f"{row.weight_error:.4f}",
+            )
+        table.add_section()
+        table.add_row("model", *[""] * 5, f"{self.params_before:,}", f"{self.params_after:,}", "")
+        if self.skipped:
+            table.caption = "left alone: " + "; ".join(
+                f"{s.name or '(root)'} ({s.reason})" for s in self.skipped
+            )
+            table.caption_justify = "left"
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=140, no_color=True)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()

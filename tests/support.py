@@ -1,0 +1,139 @@
+"""What several tests share: the independent dense formula, shapes, and the error budget."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from monarch_rocm import MonarchShape, monarch_linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# in, out, nblocks, rank: square, wide, narrow, padded, K != L, L not dividing Q, low rank, blocks of
+# 1, 4, 12 and 24, fly's structural zeros, more blocks than features.
+SHAPES = [
+    (12, 12, 3, None),
+    (10, 33, 4, None),
+    (33, 10, 4, None),
+    (7, 5, (2, 3), None),
+    (48, 36, (2, 3), 4),
+    (64, 64, 4, 2),
+    (24, 40, 1, 3),
+    (6, 6, 6, 1),
+    (16, 16, 4, None),
+    (36, 36, 3, None),
+    (72, 48, (3, 2), 12),
+    (20, 28, 8, None),
+    (5, 7, 8, None),
+    (100, 75, 5, None),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+LAYOUTS = ["interleaved", "blocked"]
+
+
+def shape_id(shape):
+    return "-".join(str(part).replace(" ", "") for part in shape)
+
+
+def dtype_id(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+by_shape = pytest.mark.parametrize("sizes", SHAPES, ids=shape_id)
+by_layout = pytest.mark.parametrize("layout", LAYOUTS)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+
+
+def dense_weight(blkdiag1, blkdiag2, layout):
+    """DESIGN section 2 written as loops over hidden features, sharing nothing with the package."""
+    blocks_in, width, n_in = blkdiag1.shape
+    blocks_out, n_out, _ = blkdiag2.shape
+    weight = blkdiag1.new_zeros(blocks_out * n_out, blocks_in * n_in)
+    for k in range(blocks_in):
+        for q in range(width):
+            j = k * width + q
+            l, r = j % blocks_out, j // blocks_out
+            if layout == "interleaved":
+                rows = [s * blocks_out + l for s in range(n_out)]
+            else:
+                rows = [l * n_out + s for s in range(n_out)]
+            weight[rows, k * n_in : (k + 1) * n_in] += torch.outer(blkdiag2[l, :, r], blkdiag1[k, q])
+    return weight
+
+
+def make_shape(sizes, layout="interleaved"):
+    in_features, out_features, nblocks, rank = sizes
+    return MonarchShape(in_features, out_features, nblocks, rank, layout)
+
+
+def make_operands(shape, dtype, lead=(9,), bias=True, device=DEVICE, seed=0):
+    """x, both factors and a bias of about unit outputs, drawn in float64 and then rounded."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size, scale=1.0):
+        values = torch.randn(*size, generator=generator, dtype=torch.float64) * scale
+        return values.to(device, dtype).requires_grad_()
+
+    x = draw(*lead, shape.in_features)
+    w1 = draw(*shape.factor1, scale=shape.P**-0.5)
+    w2 = draw(*shape.factor2, scale=shape.R**-0.5)
+    return x, w1, w2, draw(shape.out_features) if bias else None
+
+
+def run(shape, operands, backend, grad=None):
+    """Output and the gradients of all operands that require one."""
+    x, w1, w2, bias = operands
+    y = monarch_linear(
+        x,
+        w1,
+        w2,
+        bias,
+        in_features=shape.in_features,
+        out_features=shape.out_features,
+        layout=shape.layout,
+        backend=backend,
+    )
+    wanted = [t for t in operands if t is not None and t.requires_grad]
+    grads = torch.autograd.grad(y, wanted, torch.ones_like(y) if grad is None else grad)
+    return [y.detach(), *grads]
+
+
+def run_dense(shape, operands, grad):
+    """The same by the independent formula, in float64."""
+    x, w1, w2, bias = (None if t is None else t.detach().double().requires_grad_() for t in operands)
+    weight = dense_weight(w1, w2, shape.layout)[: shape.out_features, : shape.in_features]
+    y = F.linear(x, weight, bias)
+    grads = torch.autograd.grad(y, [t for t in (x, w1, w2, bias) if t is not None], grad.double())
+    return [y.detach(), *grads]
+
+
+def assert_within_budget(name, got, plain, exact, depth):
+    """The error against float64 is at most twice what plain PyTorch makes in the same dtype.
+
+    Both the root of the mean square and the largest. Another order of a float32 sum over `depth`
+    products may add its own rounding, which grows as the square root.
+    """
+    assert got.shape == exact.shape
+    assert got.dtype == plain.dtype
+    assert got.isfinite().all(), f"{name} has values that are not finite"
+    if not exact.numel():
+        return
+    error, allowed = got.double() - exact, plain.double() - exact
+    order = torch.finfo(torch.float32).eps * math.sqrt(depth)
+    for measure in (lambda e: e.square().mean().sqrt(), lambda e: e.abs().max()):
+        limit = 2 * measure(allowed) + order * measure(exact)
+        assert measure(error) <= limit, f"{name}: error {measure(error):.3e}, allowed {limit:.3e}"
+
+
+def svd_budget(weight):
+    """Twice the error of PyTorch's own SVD of the weight, and the rounding of two factors."""
+    exact = weight.detach().double()
+    u, sigma, vh = torch.linalg.svd(weight.detach().to(max(weight.dtype, torch.float32, key=digits)))
+    plain = (u[:, : len(sigma)] * sigma).double() @ vh[: len(sigma)].double()
+    rounding = 2 * torch.finfo(weight.dtype).eps * torch.linalg.vector_norm(exact)
+    return 2 * torch.linalg.vector_norm(plain - exact) + rounding
+
+
+def digits(dtype):
+    return -torch.finfo(dtype).eps

@@ -1,0 +1,166 @@
+"""The Triton path: every shape, dtype and layout, forward and all gradients, judged against float64.
+
+On a machine without a GPU the kernels run in Triton's interpreter.
+"""
+
+import pytest
+import torch
+from support import (
+    DEVICE,
+    assert_within_budget,
+    by_dtype,
+    by_layout,
+    by_shape,
+    make_operands,
+    make_shape,
+    run,
+    run_dense,
+)
+
+triton = pytest.importorskip("triton")
+bdmm = pytest.importorskip("monarch_rocm.kernels.bdmm")
+bdmm_wgrad = pytest.importorskip("monarch_rocm.kernels.bdmm_wgrad")
+from monarch_rocm import batched, monarch_linear  # noqa: E402
+from monarch_rocm.kernels import tuning  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:a Monarch layer")
+NAMES = ("y", "dx", "dblkdiag1", "dblkdiag2", "dbias")
+
+
+def check(shape, operands, grad, backend="triton"):
+    got = run(shape, operands, backend, grad)
+    plain = run(shape, operands, "torch", grad)
+    exact = run_dense(shape, operands, grad)
+    tokens = grad.numel() // max(1, grad.shape[-1])
+    for name, *values in zip(NAMES, got, plain, exact, strict=True):
+        assert_within_budget(name, *values, depth=max(shape.P, shape.R, tokens))
+
+
+@by_shape
+@by_layout
+@by_dtype
+def test_forward_and_gradients_are_within_the_budget(sizes, layout, dtype, poison):
+    shape = make_shape(sizes, layout)
+    operands = make_operands(shape, dtype, (37,))
+    check(shape, operands, torch.randn(37, shape.out_features, device=DEVICE).to(dtype))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 128, 300])
+@by_dtype
+def test_any_number_of_tokens(tokens, dtype, poison):
+    shape = make_shape((40, 56, (4, 7), 3))
+    operands = make_operands(shape, dtype, (tokens,))
+    check(shape, operands, torch.randn(tokens, 56, device=DEVICE).to(dtype))
+
+
+def test_no_tokens(poison):
+    shape = make_shape((40, 56, (4, 7), 3))
+    x, *factors = make_operands(shape, torch.float32, (0,))
+    y, *grads = run(shape, (x, *factors), "triton")
+    assert y.shape == (0, 56)
+    assert [g.shape for g in grads] == [t.shape for t in (x, *factors)]
+    assert all(not g.any() for g in grads)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [((256, 256, 1, 130), 150), ((300, 520, 2, 70), 140), ((520, 300, (2, 1), 100), 129)],
+    ids=str,
+)
+@by_layout
+def test_blocks_larger_than_a_tile(sizes, tokens, layout, poison):
+    shape = make_shape(sizes, layout)
+    operands = make_operands(shape, torch.float32, (tokens,))
+    check(shape, operands, torch.randn(tokens, shape.out_features, device=DEVICE))
+
+
+STRIDES = {
+    "transposed": lambda x: x.detach().t().contiguous().t(),
+    "every second": lambda x: torch.stack([x.detach()] * 2, -1).flatten(-2)[..., ::2],
+    "expanded": lambda x: x.detach()[:1].expand_as(x),
+    "one value": lambda x: x.detach()[:1, :1].expand_as(x),
+    "offset rows": lambda x: torch.cat([x.detach()] * 2, -1)[:, x.shape[-1] :],
+    "flipped blocks": lambda x: x.detach().unflatten(0, (-1, 3)).transpose(0, 1).flatten(0, 1),
+}
+
+
+@pytest.mark.parametrize("how", STRIDES)
+@pytest.mark.parametrize("what", ["input", "gradient", "factors"])
+def test_any_strides(how, what, poison):
+    shape = make_shape((33, 10, 4, None))
+    x, w1, w2, bias = make_operands(shape, torch.float32, (21,))
+    grad = torch.randn(21, 10, device=DEVICE)
+    if what == "input":
+        x = STRIDES[how](x).requires_grad_()
+    elif what == "gradient":
+        grad = STRIDES[how](grad)
+    elif how == "transposed":
+        w1, w2 = (w.detach().mT.contiguous().mT.requires_grad_() for w in (w1, w2))
+    else:
+        w1, w2 = (torch.stack([w.detach()] * 2, -1)[..., 0].requires_grad_() for w in (w1, w2))
+    check(shape, (x, w1, w2, bias), grad)
+
+
+@by_dtype
+def test_two_runs_are_equal_to_the_bit(dtype):
+    shape = make_shape((48, 36, (2, 3), 4))
+    operands = make_operands(shape, dtype, (700,))
+    one, two = (run(shape, operands, "triton") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_weight_gradient_is_split_and_still_right():
+    """Many tokens and few tiles: partial sums, which must cover each token once."""
+    generator = torch.Generator().manual_seed(0)
+    g, a = (torch.randn(2000, n, generator=generator).to(DEVICE) for n in (6, 4))
+    exact = torch.einsum("tbo,tbi->boi", g.double().view(-1, 2, 3), a.double().view(-1, 2, 2))
+    got = bdmm_wgrad.bdmm_wgrad(g, a, 2, 3, 2, 1, 1)
+    plain = batched.stage_wgrad(g, a, 2, 3, 2, 1, 1)
+    assert_within_budget("dw", got, plain, exact, depth=2000)
+
+
+def test_wide_offsets_change_nothing(monkeypatch):
+    shape = make_shape((33, 50, (4, 5), 3))
+    operands = make_operands(shape, torch.float32, (37,))
+    narrow = run(shape, operands, "triton")
+    monkeypatch.setattr(tuning, "is_wide", lambda *tensors: True)
+    assert all(torch.equal(a, b) for a, b in zip(narrow, run(shape, operands, "triton"), strict=True))
+
+
+def test_offsets_widen_only_past_31_bits():
+    narrow = torch.empty(2**16, 2**15, device="meta")
+    assert not tuning.is_wide(narrow)
+    assert tuning.is_wide(narrow, torch.empty(2**16 + 1, 2**15, device="meta"))
+    assert not tuning.is_wide(torch.empty(1, 8, device="meta").expand(2**40, 8))
+
+
+@pytest.mark.gpu
+def test_more_than_31_bits_of_elements():
+    """600,000 rows of 4,096: the last rows lie past 2**31 elements."""
+    shape = make_shape((4096, 4096, 64, None))
+    operands = [t.detach() for t in make_operands(shape, torch.bfloat16, (8,), bias=False)[:3]]
+    x, w1, w2 = operands
+    x = x.repeat(75_000, 1)
+    y = monarch_linear(x, w1, w2, backend="triton")
+    last = monarch_linear(x[-8:].clone(), w1, w2, backend="triton")
+    assert torch.equal(y[-8:], last)
+    assert torch.equal(y[:8], last)
+    for factor in (w1, w2):
+        factor.requires_grad_()
+    grads = torch.autograd.grad(monarch_linear(x, w1, w2, backend="triton"), (w1, w2), y)
+    few = torch.autograd.grad(monarch_linear(x[:8], w1, w2, backend="triton"), (w1, w2), y[:8])
+    for many, one in zip(grads, few, strict=True):
+        ratio = torch.linalg.vector_norm(many.double()) / torch.linalg.vector_norm(one.double())
+        assert abs(float(ratio) / 75_000 - 1) < 0.01
+
+
+@pytest.mark.gpu
+def test_current_stream_and_graph_capture_without_warm_up():
+    shape = make_shape((256, 256, 4, None))
+    x, w1, w2, bias = (t.detach() for t in make_operands(shape, torch.bfloat16, (64,)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = monarch_linear(x, w1, w2, bias, backend="triton")
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, monarch_linear(x, w1, w2, bias, backend="triton"))

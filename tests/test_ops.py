@@ -1,0 +1,276 @@
+"""The registered ops: autograd of any order, transforms, compile, export, and what each gradient costs."""
+
+import copy
+import io
+
+import pytest
+import torch
+from support import DEVICE, by_layout, make_operands, make_shape
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from monarch_rocm import MonarchLinear, monarch_linear, ops
+from monarch_rocm.dispatch import kernels, why_not_triton
+
+SHAPE = (7, 5, (2, 3), None)
+BACKENDS = ["torch", "reference"]
+if why_not_triton(torch.float32, DEVICE) is None:
+    BACKENDS.append("triton")
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.filterwarnings("ignore:a Monarch layer")
+
+
+def layer(backend="torch", dtype=torch.float64, **kwargs):
+    return MonarchLinear(7, 5, dtype=dtype, device=DEVICE, nblocks=(2, 3), backend=backend, **kwargs)
+
+
+def call(backend="torch", layout="interleaved"):
+    return lambda x, w1, w2, b: monarch_linear(
+        x, w1, w2, b, in_features=7, out_features=5, layout=layout, backend=backend
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@by_layout
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_gradients_of_first_and_second_order(backend, layout, dtype):
+    operands = make_operands(make_shape(SHAPE, layout), torch.float64, (2, 3))
+    if dtype.is_complex:
+        operands = [(t.detach() * torch.exp(1j * torch.rand_like(t))).requires_grad_() for t in operands]
+    assert torch.autograd.gradcheck(call(backend, layout), operands)
+    assert torch.autograd.gradgradcheck(call(backend, layout), operands)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
+def test_second_order_through_the_kernels_equals_the_reference():
+    def second(backend):
+        x, w1, w2, bias = make_operands(make_shape(SHAPE), torch.float32, (4,))
+        y = call(backend)(x, w1, w2, bias)
+        first = torch.autograd.grad(y.pow(2).sum(), (x, w1, w2), create_graph=True)
+        return torch.autograd.grad(sum(g.pow(2).sum() for g in first), (x, w1, w2, bias))
+
+    for got, exact in zip(second("triton"), second("reference"), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+@by_layout
+def test_opcheck(backend, layout):
+    dtype = torch.float32
+    shape = make_shape(SHAPE, layout)
+    x, w1, w2, b = (t.detach() for t in make_operands(shape, dtype, (2, 3)))
+    hidden = shape.K * shape.Q
+    registered = torch.ops.monarch_rocm
+    torch.library.opcheck(registered.linear, (x, w1, w2, b, 5, layout, backend))
+    torch.library.opcheck(registered.stage, (x, w1, hidden, 1, shape.L, True, backend))
+    torch.library.opcheck(registered.stage, (x, w1, hidden, 1, 1, False, backend))
+    h = torch.randn(2, 3, hidden, device=DEVICE)
+    torch.library.opcheck(registered.stage_wgrad, (h, x, *shape.factor1, shape.L, 1, backend))
+
+
+@by_backend
+def test_vmap_of_grad_gives_gradients_by_sample(backend):
+    module = layer(backend, torch.float32)
+    x = torch.randn(3, 4, 7, device=DEVICE)
+    params = {k: v.detach() for k, v in module.named_parameters()}
+
+    def loss(params, x):
+        return torch.func.functional_call(module, params, (x,)).pow(2).sum()
+
+    got = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+    for i in range(3):
+        one = torch.func.grad(loss)(params, x[i])
+        for name in params:
+            torch.testing.assert_close(got[name][i], one[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_jacrev_is_the_weight(backend):
+    module = layer(backend)
+    x = torch.randn(7, dtype=torch.float64, device=DEVICE)
+    torch.testing.assert_close(torch.func.jacrev(module)(x), module.weight)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_vmap_over_layers(backend):
+    modules = [layer(backend) for _ in range(3)]
+    params, _ = torch.func.stack_module_state(modules)
+    x = torch.randn(4, 7, dtype=torch.float64, device=DEVICE)
+    got = torch.func.vmap(lambda p: torch.func.functional_call(modules[0], p, (x,)))(params)
+    torch.testing.assert_close(got, torch.stack([module(x) for module in modules]))
+
+
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_forward_mode_raises_rather_than_answer_zero(no_grad):
+    module = layer().requires_grad_(not no_grad)
+    x = torch.randn(2, 7, dtype=torch.float64, device=DEVICE)
+    with torch.set_grad_enabled(not no_grad), pytest.raises(NotImplementedError):
+        torch.func.jvp(module, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(not no_grad):
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError):
+            module(dual)
+
+
+@by_backend
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+def test_compile_without_graph_breaks_for_any_batch(backend, autocast):
+    torch.compiler.reset()  # Dynamo counts recompilations of one forward over all tests
+    module = layer(backend, torch.float32)
+    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (2, 5, 9):
+        x = torch.randn(tokens, 7, device=DEVICE)
+        results = []
+        for one in (module, compiled):
+            x = x.detach().requires_grad_()
+            with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
+                y = one(x)
+            y.float().sum().backward()
+            results.append((y, x.grad, one.blkdiag1.grad, one.blkdiag2.grad, one.bias.grad))
+        for eager, fast in zip(*results, strict=True):
+            assert eager.dtype == fast.dtype
+            torch.testing.assert_close(fast, eager)
+
+
+@pytest.mark.slow
+def test_compile_with_inductor():
+    module = layer("torch", torch.float32)
+    model = torch.nn.Sequential(module, torch.nn.GELU())
+    x = torch.randn(6, 7, device=DEVICE, requires_grad=True)
+    try:
+        y = torch.compile(model, fullgraph=True)(x)
+    except torch._inductor.exc.InductorError as error:
+        pytest.skip(f"no compiler for Inductor: {error}")
+    torch.testing.assert_close(y, model(x))
+    (got,) = torch.autograd.grad(y.sum(), x)
+    (exact,) = torch.autograd.grad(model(x).sum(), x)
+    torch.testing.assert_close(got, exact)
+
+
+@by_backend
+def test_export_keeps_the_op_and_any_batch(backend):
+    module = layer(backend, torch.float32)
+    x = torch.randn(4, 7, device=DEVICE)
+    exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    if backend != "reference":
+        assert "monarch_rocm.linear" in str(exported.graph)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    x = torch.randn(9, 7, device=DEVICE)
+    loaded = torch.export.load(file).module()
+    torch.testing.assert_close(loaded(x), module(x))
+    loaded(x).sum().backward()
+    module(x).sum().backward()
+    torch.testing.assert_close(loaded.blkdiag1.grad, module.blkdiag1.grad)
+
+
+def test_fx_symbolic_trace_keeps_one_call():
+    model = torch.nn.Sequential(layer(), torch.nn.ReLU())
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [monarch_linear]
+    x = torch.randn(4, 7, dtype=torch.float64, device=DEVICE)
+    assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    module = layer()
+    x = torch.randn(3, 7, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    y = torch.randn(3, 5, dtype=torch.float64, device=DEVICE)
+    exact = torch.autograd.grad(module(x), (x, *module.parameters()), y)
+    checkpoint(module, x, use_reentrant=reentrant).backward(y)
+    for got, wanted in zip((x, *module.parameters()), exact, strict=True):
+        assert torch.equal(got.grad, wanted)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_flops_of_a_forward_are_twice_tokens_times_parameters(backend):
+    module = layer(backend)
+    x = torch.randn(2, 3, 7, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        y = module(x)
+    forward = 2 * 6 * module.shape.num_parameters
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * forward
+
+
+@pytest.mark.parametrize(
+    ("frozen", "launches"),
+    [
+        ((), ["stage_wgrad", "stage", "stage_wgrad", "stage"]),
+        (("blkdiag1",), ["stage_wgrad", "stage", "stage"]),
+        (("blkdiag2",), ["stage", "stage_wgrad", "stage"]),
+        (("x",), ["stage_wgrad", "stage", "stage_wgrad"]),
+        (("x", "blkdiag1"), ["stage_wgrad"]),
+        (("blkdiag1", "blkdiag2"), ["stage", "stage"]),
+        (("x", "blkdiag1", "blkdiag2"), []),
+    ],
+    ids=str,
+)
+def test_only_wanted_gradients_are_computed(frozen, launches, monkeypatch):
+    module = layer()
+    x = torch.randn(3, 7, dtype=torch.float64, device=DEVICE, requires_grad="x" not in frozen)
+    for name in frozen:
+        if name != "x":
+            getattr(module, name).requires_grad_(False)
+    y = module(x)
+    seen = []
+    for name in ("stage", "stage_wgrad"):
+        real = getattr(ops.dispatch, name)
+        monkeypatch.setattr(
+            ops.dispatch, name, lambda *a, name=name, real=real: (seen.append(name), real(*a))[1]
+        )
+    y.sum().backward()
+    assert seen == launches
+    assert module.bias.grad is not None
+
+
+def test_frozen_layer_saves_neither_input_nor_hidden_features():
+    def saved(module, x):
+        tensors = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t.shape) or t, lambda t: t):
+            module(x)
+        return tensors
+
+    module = layer()
+    x = torch.randn(3, 7, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    hidden = module.shape.K * module.shape.Q
+    assert sorted(saved(module, x)) == sorted(
+        [x.shape, (3, hidden), module.shape.factor1, module.shape.factor2]
+    )
+    module.requires_grad_(False)
+    assert sorted(saved(module, x)) == sorted([module.shape.factor1, module.shape.factor2])
+    assert saved(module, x.detach()) == []
+
+
+def test_change_of_the_input_after_the_forward_raises():
+    module = layer()
+    for make in (lambda: torch.randn(3, 7), lambda: torch.randn(2, 3, 7), lambda: torch.randn(7)):
+        x = make().to(DEVICE, torch.float64)
+        y = module(x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
+def test_frozen_factors_launch_no_weight_gradient_kernel(monkeypatch):
+    module = layer("triton", torch.float32).requires_grad_(False)
+    monkeypatch.setattr(kernels().bdmm_wgrad, "bdmm_wgrad", None)
+    x = torch.randn(3, 7, device=DEVICE, requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference(mode):
+    module = layer()
+    x = torch.randn(3, 7, dtype=torch.float64, device=DEVICE)
+    with mode():
+        y = module(x)
+    assert torch.equal(y, module(x))
+    assert not y.requires_grad

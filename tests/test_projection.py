@@ -1,0 +1,108 @@
+"""`project` is the best approximation there is, for every shape and dtype."""
+
+import pytest
+import torch
+from support import DEVICE, by_layout, by_shape, make_operands, make_shape, svd_budget
+
+from monarch_rocm import monarch_weight, project
+
+pytestmark = pytest.mark.filterwarnings("ignore:a Monarch layer")
+
+
+def rebuilt(weight, nblocks, rank=None, layout="interleaved"):
+    w1, w2 = project(weight, nblocks, rank, layout=layout)
+    return monarch_weight(w1, w2, layout=layout)[: weight.shape[0], : weight.shape[1]]
+
+
+def sub_blocks(weight, shape):
+    """The K*L sub-blocks by slicing, and the rank that each may have."""
+    padded = weight.new_zeros(shape.L * shape.S, shape.K * shape.P)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    for k in range(shape.K):
+        for l in range(shape.L):
+            rows = (
+                slice(l, None, shape.L)
+                if shape.layout == "interleaved"
+                else slice(l * shape.S, (l + 1) * shape.S)
+            )
+            rank = sum((k * shape.Q + q) % shape.L == l for q in range(shape.Q))
+            yield padded[rows, k * shape.P : (k + 1) * shape.P], rank
+
+
+@by_shape
+@by_layout
+def test_squared_error_is_the_sum_of_the_discarded_singular_values(sizes, layout):
+    """Also where L does not divide Q and the sub-blocks' ranks differ."""
+    shape = make_shape(sizes, layout)
+    weight = torch.randn(shape.out_features, shape.in_features, dtype=torch.float64)
+    exact = sum(
+        float(torch.linalg.svdvals(block)[rank:].square().sum()) for block, rank in sub_blocks(weight, shape)
+    )
+    got = float((rebuilt(weight, shape.nblocks, sizes[3], layout) - weight).square().sum())
+    if sizes[3] is None and shape.K != shape.L:
+        assert shape.Q % shape.L == 0
+    assert got == pytest.approx(exact, rel=1e-9, abs=1e-18)
+
+
+@by_shape
+@by_layout
+def test_monarch_matrices_are_reproduced(sizes, layout):
+    shape = make_shape(sizes, layout)
+    _, w1, w2, _ = make_operands(shape, torch.float64, device="cpu")
+    weight = monarch_weight(w1, w2, layout=layout).detach()
+    torch.testing.assert_close(rebuilt(weight, shape.nblocks, sizes[3], layout), weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_dtype_and_device_are_kept(dtype):
+    weight = torch.randn(24, 32, device=DEVICE).to(dtype).requires_grad_()
+    w1, w2 = project(weight, 4, 6)
+    assert {(w.dtype, w.device, w.requires_grad, w.grad_fn) for w in (w1, w2)} == {
+        (dtype, weight.device, False, None)
+    }
+    error = torch.linalg.vector_norm(monarch_weight(w1.double(), w2.double()) - weight.double())
+    assert error <= svd_budget(weight)
+
+
+def test_complex_weights():
+    weight = torch.randn(12, 8, dtype=torch.complex64)
+    torch.testing.assert_close(rebuilt(weight, 2, 4), weight)
+
+
+def test_large_half_precision_weights_do_not_overflow():
+    weight = torch.full((1024, 1024), 6e4, dtype=torch.float16)
+    w1, w2 = project(weight, 2, 1)
+    assert w1.isfinite().all()
+    assert w2.isfinite().all()
+    ratio = monarch_weight(w1.double(), w2.double()) / weight.double()
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=2e-3, atol=0)
+
+
+def test_rank_above_the_sub_blocks_own_is_filled_with_zeros():
+    weight = torch.randn(8, 12, dtype=torch.float64)
+    torch.testing.assert_close(rebuilt(weight, 4, 7), weight)
+
+
+def test_zero_and_tiny_weights():
+    assert not rebuilt(torch.zeros(8, 8), 2).any()
+    weight = torch.randn(8, 8) * 1e-30
+    torch.testing.assert_close(rebuilt(weight, 2, 4) / 1e-30, weight / 1e-30)
+
+
+@pytest.mark.parametrize(
+    ("weight", "nblocks", "error", "said"),
+    [
+        (
+            torch.tensor([[1.0, float("nan")], [float("inf"), 0]]),
+            1,
+            ValueError,
+            "2 entries that are not finite, of 4",
+        ),
+        (torch.ones(2, 2, 2), 1, ValueError, r"\(2, 2, 2\)"),
+        (torch.ones(2, 2, dtype=torch.int64), 1, TypeError, "torch.int64"),
+        (torch.ones(2, 2), 0, ValueError, "nblocks=0"),
+    ],
+)
+def test_weights_that_cannot_be_projected_are_refused(weight, nblocks, error, said):
+    with pytest.raises(error, match=said):
+        project(weight, nblocks)
