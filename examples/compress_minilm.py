@@ -1,5 +1,4 @@
-"""
-Compress a pretrained sentence encoder and score it on human similarity judgements.
+"""Compress a pretrained sentence encoder and score it on human similarity judgements.
 
 MiniLM (22.7M parameters) is loaded from a package, its linear layers are projected onto Monarch
 matrices, and both models are scored on Lee-50 (pairs of news documents, Pearson) and WordSim-353

@@ -1,5 +1,4 @@
-"""
-Block-diagonal matrix product whose features are read and written through index maps.
+"""Block-diagonal matrix product whose features are read and written through index maps.
 
 One kernel serves both stages of a Monarch layer and both input gradients (`README.md`).
 """
@@ -13,8 +12,7 @@ from monarch_rocm.kernels import tuning
 
 @triton.jit
 def locate(b, o_n, BLOCKS: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
-    """
-    Row in the factor and position in memory of the features `o_n` of block `b`.
+    """Row in the factor and position in memory of the features `o_n` of block `b`.
 
     Where GROUP divides N, `o_n` counts in memory order, so that neighbours lie in runs of
     N // GROUP; elsewhere it counts in the factor's order.
@@ -100,8 +98,7 @@ def bdmm(
     group_in: int,
     group_out: int,
 ) -> torch.Tensor:
-    """
-    Multiply `x (tokens, features)` by `blocks` matrices `w (blocks, n_out, n_in)`.
+    """Multiply `x (tokens, features)` by `blocks` matrices `w (blocks, n_out, n_in)`.
 
     Args:
         x (Tensor): any strides; bfloat16, float16 or float32.

@@ -1,5 +1,4 @@
-"""
-Weight gradient of the block-diagonal product: a sum over tokens for every block.
+"""Weight gradient of the block-diagonal product: a sum over tokens for every block.
 
 Token ranges are summed by separate programs into separate buffers, never by atomics, so that two
 runs are equal to the bit.
@@ -84,8 +83,7 @@ def bdmm_wgrad(
     group_out: int,
     group_in: int,
 ) -> torch.Tensor:
-    """
-    Sum over tokens of the outer products of `g (tokens, out)` and `a (tokens, in)`, block by block.
+    """Sum over tokens of the outer products of `g (tokens, out)` and `a (tokens, in)`, block by block.
 
     Args:
         g (Tensor): gradient of the stage's output, any strides; bfloat16, float16 or float32.

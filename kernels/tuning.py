@@ -1,5 +1,4 @@
-"""
-Which config a kernel runs with: tables of JSON, one file an architecture and kernel.
+"""Which config a kernel runs with: tables of JSON, one file an architecture and kernel.
 
 A file lists rows under the dtype's size in bytes; the first row whose limits hold is taken, so a
 lookup is a pure function of shape and device and all ranks of a job choose alike.
@@ -86,8 +85,7 @@ def _lookup(kernel: str, arch: str, itemsize: int, n_out: int, n_in: int, bucket
 def lookup(
     kernel: str, device: torch.device, dtype: torch.dtype, n_out: int, n_in: int, tokens: int
 ) -> dict[str, int]:
-    """
-    Launch parameters of `kernel` for blocks of `(n_out, n_in)` and that many tokens.
+    """Launch parameters of `kernel` for blocks of `(n_out, n_in)` and that many tokens.
 
     Tokens count by bucket, the next power of two, so that few configs are ever compiled.
     """

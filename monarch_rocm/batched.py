@@ -1,5 +1,4 @@
-"""
-The `torch` backend: two batched matrix products, the fast path where there is no Triton.
+"""The `torch` backend: two batched matrix products, the fast path where there is no Triton.
 
 Permutations cost more than products here, so as few as possible are done. Hidden features are kept
 in plain order with tokens contiguous, `(features, tokens)` in memory: both stages, both input
@@ -26,8 +25,7 @@ def stage(
     group_out: int,
     hidden: bool,
 ) -> Tensor:
-    """
-    Block-diagonal product `(tokens, in) -> (tokens, out_features)`, `w` of shape `(blocks, out, in)`.
+    """Block-diagonal product `(tokens, in) -> (tokens, out_features)`, `w` of shape `(blocks, out, in)`.
 
     With `hidden`, the output has tokens contiguous, strides `(1, tokens)`; else features.
     """

@@ -14,8 +14,7 @@ INITS = ("project", "random")
 
 @dataclass(frozen=True)
 class MonarchConfig:
-    """
-    How linear layers are replaced.
+    """How linear layers are replaced.
 
     Args:
         nblocks (int or (int, int)): K = L, or (K, L). Default: 4.
@@ -59,8 +58,7 @@ class MonarchConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MonarchConfig:
-        """
-        The inverse of `to_dict`, also after a trip through JSON.
+        """The inverse of `to_dict`, also after a trip through JSON.
 
         Raises:
             ValueError: a key that is no field.

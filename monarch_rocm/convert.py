@@ -24,8 +24,7 @@ FilterFn = Callable[[nn.Module, str], bool]
 def monarchize(
     model: nn.Module, config: MonarchConfig | None = None, filter_fn: FilterFn | None = None
 ) -> tuple[nn.Module, MonarchReport]:
-    """
-    Replace the linear layers of a model by Monarch layers, in place.
+    """Replace the linear layers of a model by Monarch layers, in place.
 
     `nn.Linear` and transformers' `Conv1D` are replaced. A layer that is used in several places
     stays one layer; two layers that share a weight share their factors; a layer whose weight

@@ -30,8 +30,7 @@ def check_backend(backend: str) -> str:
 
 
 def constant(function: Any) -> Any:
-    """
-    Let `torch.compile` take the result as it is, as `torch.compiler.assumeconstant_result` does,
+    """Let `torch.compile` take the result as it is, as `torch.compiler.assumeconstant_result` does,
     which imports all of Dynamo when it decorates.
     """
     function._dynamo_markedconstant = True
@@ -99,8 +98,7 @@ def _choose(backend: str, dtype: torch.dtype, device_type: str, interpreted: boo
 
 @constant
 def choose(backend: str, dtype: torch.dtype, device_type: str) -> tuple[str, str]:
-    """
-    (backend that runs, why), for a backend as the user asked for it.
+    """(backend that runs, why), for a backend as the user asked for it.
 
     Raises:
         RuntimeError: "triton" where it cannot run, with the reason.
@@ -120,8 +118,7 @@ def kernels() -> ModuleType:
 
 
 def hidden_groups(backend: str, blkdiag2: torch.Tensor) -> tuple[int, int]:
-    """
-    Index-map groups of the hidden features, as output of the first stage and input of the second.
+    """Index-map groups of the hidden features, as output of the first stage and input of the second.
 
     A backend keeps them in the order that suits it: Triton block by block of the second factor,
     batched products in plain order.
@@ -174,8 +171,7 @@ def stage_wgrad(
 
 @dataclass(frozen=True)
 class Plan:
-    """
-    What would run, as `plan` found it.
+    """What would run, as `plan` found it.
 
     `kernels` has an entry a launch: for Triton the kernel, the config's file and its values.
     """
@@ -199,8 +195,7 @@ def plan(
     *,
     backend: str | None = None,
 ) -> Plan:
-    """
-    Which path and config the forward pass would take, and why. Nothing is run.
+    """Which path and config the forward pass would take, and why. Nothing is run.
 
     Args:
         layer_or_shape (MonarchLinear or MonarchShape): the layer, or its geometry alone.

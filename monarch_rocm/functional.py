@@ -21,8 +21,7 @@ def monarch_linear(
     layout: str = "interleaved",
     backend: str = "auto",
 ) -> Tensor:
-    """
-    Apply a Monarch matrix, `y = x @ monarch_weight(blkdiag1, blkdiag2).T + bias`.
+    """Apply a Monarch matrix, `y = x @ monarch_weight(blkdiag1, blkdiag2).T + bias`.
 
     Args:
         x (Tensor): `(..., in_features)`, any rank from 1 and any strides; zero rows are fine.

@@ -12,8 +12,7 @@ from monarch_rocm.shape import MonarchShape
 
 @torch.no_grad()
 def uniform_(blkdiag1: Tensor, blkdiag2: Tensor, bias: Tensor | None, shape: MonarchShape) -> None:
-    """
-    Fill the factors so that outputs vary as those of `nn.Linear`'s default: 1/3 for unit inputs.
+    """Fill the factors so that outputs vary as those of `nn.Linear`'s default: 1/3 for unit inputs.
 
     The variances of the factors' entries must have the product `1 / (3 * paths)`, where `paths` is
     how many pairs of entries join an output to the inputs, on average over the outputs and without

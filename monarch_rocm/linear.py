@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 class MonarchLinear(nn.Module):
-    """
-    A linear layer whose weight is a Monarch matrix: two block-diagonal factors and a permutation.
+    """A linear layer whose weight is a Monarch matrix: two block-diagonal factors and a permutation.
 
     Args:
         in_features (int): width of the input.
@@ -135,8 +134,7 @@ class MonarchLinear(nn.Module):
         layout: str = "interleaved",
         backend: str = "auto",
     ) -> Self:
-        """
-        The Monarch layer nearest to a dense one (`project`); its dtype, device and mode are kept.
+        """The Monarch layer nearest to a dense one (`project`); its dtype, device and mode are kept.
 
         Args:
             linear (nn.Linear): left as it is. On the meta device, the result is there too.
@@ -181,8 +179,7 @@ class MonarchLinear(nn.Module):
 
     @torch.no_grad()
     def to_linear(self) -> nn.Linear:
-        """
-        The dense layer with the same function, and with parameters of its own.
+        """The dense layer with the same function, and with parameters of its own.
 
         Example:
             >>> layer = MonarchLinear(8, 8, nblocks=2)

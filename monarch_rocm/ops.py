@@ -1,5 +1,4 @@
-"""
-The registered ops and their gradients.
+"""The registered ops and their gradients.
 
 `monarch_rocm::linear` is a whole layer, `monarch_rocm::stage` one block-diagonal product and
 `monarch_rocm::stage_wgrad` its weight gradient. The last two are each other's derivatives, so that
@@ -188,8 +187,7 @@ def _eager(*tensors: Tensor | None) -> bool:
 
 
 def _call(function: type[Function], *args: Any) -> Any:
-    """
-    Apply `function` the shortest way that is right.
+    """Apply `function` the shortest way that is right.
 
     `Function.apply` binds its arguments by signature, and an op goes through the dispatcher: together
     they cost more than a small layer takes. Eager calls go around both, to the same `impl`.
@@ -255,8 +253,7 @@ class StageWgrad(Function):
 
 
 class Linear(Function):
-    """
-    Differentiable `monarch_rocm::linear`; returns (y, h).
+    """Differentiable `monarch_rocm::linear`; returns (y, h).
 
     Only what a gradient needs is saved or computed: no weight gradient for a frozen factor, no
     input gradient for an input that needs none.

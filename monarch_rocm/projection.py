@@ -19,8 +19,7 @@ def project(
     *,
     layout: str = "interleaved",
 ) -> tuple[Tensor, Tensor]:
-    """
-    The Monarch factors nearest to a dense weight in the Frobenius norm.
+    """The Monarch factors nearest to a dense weight in the Frobenius norm.
 
     In-block k and out-block l meet in one sub-block of the weight, which the factors can make any
     matrix of the rank that the hidden features they share allow, whatever the other sub-blocks
@@ -96,8 +95,7 @@ def check_weight(weight: Tensor) -> Tensor:
 
 
 def monarch_weight(blkdiag1: Tensor, blkdiag2: Tensor, *, layout: str = "interleaved") -> Tensor:
-    """
-    The dense weight of two factors, differentiable.
+    """The dense weight of two factors, differentiable.
 
     Args:
         blkdiag1 (Tensor): `(K, Q, P)`.
@@ -129,8 +127,7 @@ def monarch_weight(blkdiag1: Tensor, blkdiag2: Tensor, *, layout: str = "interle
 
 
 def hidden_features(shape: MonarchShape, device: torch.device) -> tuple[Tensor, ...]:
-    """
-    Where each hidden feature belongs: five index vectors of length K*Q.
+    """Where each hidden feature belongs: five index vectors of length K*Q.
 
     Feature j joins in-block `k` and out-block `l`, as number `t` of those that do; it is row `q` of
     block k in the first factor and column `r` of block l in the second.

@@ -1,5 +1,4 @@
-"""
-The maths in einops, readable and slow: the oracle that every other path is tested against.
+"""The maths in einops, readable and slow: the oracle that every other path is tested against.
 
 It knows nothing of kernels or of registered ops, so autograd here is PyTorch's own, forward mode
 included, for any dtype that `torch.einsum` multiplies, complex ones too.
@@ -17,8 +16,7 @@ from monarch_rocm.shape import MonarchShape
 def monarch_linear(
     x: Tensor, blkdiag1: Tensor, blkdiag2: Tensor, bias: Tensor | None, shape: MonarchShape
 ) -> Tensor:
-    """
-    `x` times the transposed Monarch matrix.
+    """`x` times the transposed Monarch matrix.
 
     Args:
         x (Tensor): `(..., in_features)`.

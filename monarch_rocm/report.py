@@ -13,8 +13,7 @@ from monarch_rocm.shape import MonarchShape
 
 @dataclass(frozen=True)
 class Row:
-    """
-    One layer that was replaced.
+    """One layer that was replaced.
 
     Attributes:
         name (str): where the layer is in the model, "" for the root.
@@ -44,8 +43,7 @@ class Skipped:
 
 @dataclass
 class MonarchReport:
-    """
-    The outcome of `monarchize`; iterates over its rows and prints as a table.
+    """The outcome of `monarchize`; iterates over its rows and prints as a table.
 
     Attributes:
         rows (list of Row): the layers that were replaced.

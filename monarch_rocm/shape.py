@@ -12,8 +12,7 @@ LAYOUTS = ("interleaved", "blocked")
 
 @dataclass(frozen=True, init=False)
 class MonarchShape:
-    """
-    Sizes of a Monarch matrix `(out_features, in_features)` and of its two factors.
+    """Sizes of a Monarch matrix `(out_features, in_features)` and of its two factors.
 
     `blkdiag1` is `(K, Q, P)`: K blocks that read P inputs each and write Q hidden features each.
     `blkdiag2` is `(L, S, R)`: L blocks that read R hidden features each and write S outputs each.
@@ -90,8 +89,7 @@ class MonarchShape:
         out_features: int | None = None,
         layout: str = "interleaved",
     ) -> MonarchShape:
-        """
-        The geometry of two given factor shapes `(K, Q, P)` and `(L, S, R)`.
+        """The geometry of two given factor shapes `(K, Q, P)` and `(L, S, R)`.
 
         Args:
             factor1, factor2 (tuple of int): shapes of `blkdiag1` and `blkdiag2`.

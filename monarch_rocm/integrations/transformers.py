@@ -8,8 +8,7 @@ from torch import nn
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """
-    Whether `module` is transformers' `Conv1D`, a linear layer with its weight transposed.
+    """Whether `module` is transformers' `Conv1D`, a linear layer with its weight transposed.
 
     A module can be one only where transformers has been imported, so this imports nothing.
     """
