@@ -39,6 +39,8 @@ def bdmm_kernel(
     stride_w_b,
     stride_w_o,
     stride_w_i,
+    stride_y_t,
+    stride_y_f,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -67,7 +69,7 @@ def bdmm_kernel(
     o_row, o_y = locate(i_b, o_o, BLOCKS, N_OUT, GROUP_OUT)
     m_o = o_o < N_OUT
     if WIDE:
-        o_row = o_row.to(tl.int64)
+        o_row, o_y = o_row.to(tl.int64), o_y.to(tl.int64)
     w += i_b.to(tl.int64) * stride_w_b
 
     b_y = tl.zeros((BT, BO), dtype=tl.float32)
@@ -86,7 +88,7 @@ def bdmm_kernel(
     m_o = m_o & (o_y < OUT)
     if HAS_BIAS:
         b_y += tl.load(bias + o_y, mask=m_o, other=0.0).to(tl.float32)[None, :]
-    p_y = y + o_t[:, None] * OUT + o_y[None, :]
+    p_y = y + o_t[:, None] * stride_y_t + o_y[None, :] * stride_y_f
     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_t[:, None] & m_o[None, :])
 
 
@@ -97,6 +99,8 @@ def bdmm(
     out_features: int,
     group_in: int,
     group_out: int,
+    hidden: bool,
+    config: dict[str, int],
 ) -> torch.Tensor:
     """Multiply `x (tokens, features)` by `blocks` matrices `w (blocks, n_out, n_in)`.
 
@@ -106,17 +110,20 @@ def bdmm(
         bias (Tensor, optional): `(out_features,)`, contiguous, added before rounding.
         out_features (int): features that are kept, at most `blocks * n_out`.
         group_in, group_out (int): the index maps' groups.
+        hidden (bool): store the output with tokens contiguous.
+        config (dict): launch parameters.
 
     Returns:
-        Tensor: `(tokens, out_features)`, contiguous.
+        Tensor: `(tokens, out_features)`, contiguous unless `hidden`.
 
     """
     tokens, in_features = x.shape
     blocks, n_out, n_in = w.shape
-    y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
+    size = (out_features, tokens) if hidden else (tokens, out_features)
+    y = torch.empty(size, dtype=x.dtype, device=x.device)
+    y = y.t() if hidden else y
     if tokens == 0:
         return y
-    config = tuning.lookup("bdmm", x.device, x.dtype, n_out, n_in, tokens)
     tile_t, tile_o = config["BT"], config["BO"]
     grid = (triton.cdiv(tokens, tile_t) * blocks * triton.cdiv(n_out, tile_o),)
     with tuning.on_device(x.device):
@@ -128,6 +135,7 @@ def bdmm(
             tokens,
             *x.stride(),
             *w.stride(),
+            *y.stride(),
             IN=in_features,
             OUT=out_features,
             BLOCKS=blocks,

@@ -82,6 +82,7 @@ def bdmm_wgrad(
     n_in: int,
     group_out: int,
     group_in: int,
+    config: dict[str, int],
 ) -> torch.Tensor:
     """Sum over tokens of the outer products of `g (tokens, out)` and `a (tokens, in)`, block by block.
 
@@ -90,13 +91,14 @@ def bdmm_wgrad(
         a (Tensor): the stage's input, any strides, the same dtype.
         blocks, n_out, n_in (int): shape of the factor.
         group_out, group_in (int): the index maps' groups of `g` and `a`.
+        config (dict): launch parameters.
 
     Returns:
         Tensor: `(blocks, n_out, n_in)`, summed in float32, in the dtype of `g`.
 
     """
     tokens = g.shape[0]
-    config = dict(tuning.lookup("bdmm_wgrad", g.device, g.dtype, n_out, n_in, tokens))
+    config = dict(config)
     tiles = blocks * triton.cdiv(n_out, config["BO"]) * triton.cdiv(n_in, config["BI"])
     steps = triton.cdiv(tokens, config["BT"])
     splits = min(max(1, config.pop("PROGRAMS") // tiles), max(1, steps // config.pop("MIN_STEPS")))

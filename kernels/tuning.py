@@ -12,10 +12,12 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-Table = dict[str, list[dict[str, dict[str, int]]]]
+Row = dict[str, Any]
+Table = dict[str, list[Row]]
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -57,7 +59,9 @@ def _read(file: Path) -> Table:
         raise ValueError('it must hold rows under "2" and "4", the bytes of a number')
     for part in rows.values():
         if not isinstance(part, list) or not part or not all(map(_is_row, part)):
-            raise ValueError('its rows must be {"max": {limit: number}, "config": {parameter: number}}')
+            raise ValueError(
+                'a row must be {"max": {limit: number}, "config": {parameter: number}, "wins": bool}'
+            )
         if part[-1]["max"]:
             raise ValueError("its last row must serve every shape")
     return rows
@@ -66,26 +70,26 @@ def _read(file: Path) -> Table:
 def _is_row(row: object) -> bool:
     return (
         isinstance(row, dict)
-        and set(row) == {"max", "config"}
-        and all(isinstance(part, dict) for part in row.values())
+        and set(row) == {"max", "config", "wins"}
+        and isinstance(row["wins"], bool)
+        and all(isinstance(row[part], dict) for part in ("max", "config"))
         and set(row["max"]) <= {"out", "in", "tokens"}
-        and all(type(number) is int for part in row.values() for number in part.values())
+        and all(type(number) is int for part in ("max", "config") for number in row[part].values())
     )
 
 
 @cache
-def _lookup(kernel: str, arch: str, itemsize: int, n_out: int, n_in: int, bucket: int) -> dict[str, int]:
+def _lookup(kernel: str, arch: str, itemsize: int, n_out: int, n_in: int, bucket: int) -> Row:
     asked = {"out": n_out, "in": n_in, "tokens": bucket}
     for row in table(kernel, arch)[1][str(itemsize)]:
         if all(asked[name] <= limit for name, limit in row["max"].items()):
-            return row["config"]
+            return row
     raise LookupError(f"no {kernel} config for {asked} on {arch}")
 
 
-def lookup(
-    kernel: str, device: torch.device, dtype: torch.dtype, n_out: int, n_in: int, tokens: int
-) -> dict[str, int]:
-    """Launch parameters of `kernel` for blocks of `(n_out, n_in)` and that many tokens.
+def lookup(kernel: str, device: torch.device, dtype: torch.dtype, n_out: int, n_in: int, tokens: int) -> Row:
+    """The row for blocks of `(n_out, n_in)` and that many tokens: launch parameters under "config",
+    and under "wins" whether they were faster than PyTorch's own products when that was measured.
 
     Tokens count by bucket, the next power of two, so that few configs are ever compiled.
     """

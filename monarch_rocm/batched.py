@@ -1,12 +1,12 @@
-"""The `torch` backend: two batched matrix products, the fast path where there is no Triton.
+"""Batched matrix products: all of the `torch` backend, and a part of what runs on a GPU.
 
 Permutations cost more than products here, so as few as possible are done. Hidden features are kept
 in plain order with tokens contiguous, `(features, tokens)` in memory: both stages, both input
-gradients and both weight gradients can then read and write them as strided matrices. The one copy
-left is the interleaved output (or its gradient), within each row.
+gradients and both weight gradients can then read and write them as strided matrices. The one pass
+left is between the blocked and the interleaved order of outputs, within each row.
 
-A stage's features lie in memory by the index map of `kernels/README.md`; only two groups occur
-here, 1 (block by block) and the block size (block index fastest).
+A stage's features lie in memory by the index map of `kernels/README.md`. Only two groups can be read
+or written by a product: 1 (block by block), and for hidden features the block size.
 """
 
 from __future__ import annotations
@@ -16,46 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def stage(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    group_in: int,
-    group_out: int,
-    hidden: bool,
-) -> Tensor:
+def stage(x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int, hidden: bool) -> Tensor:
     """Block-diagonal product `(tokens, in) -> (tokens, out_features)`, `w` of shape `(blocks, out, in)`.
 
-    With `hidden`, the output has tokens contiguous, strides `(1, tokens)`; else features.
+    With `hidden`, the output has tokens contiguous, strides `(1, tokens)`; else features, and then
+    `group_out` must be 1.
     """
     blocks, n_out, n_in = w.shape
     tokens = x.shape[0]
     a = split(x, blocks, n_in, group_in)
-    if hidden:
-        y = x.new_empty(out_features, tokens)
-        if group_out == 1:
-            torch.bmm(w, a.mT, out=y.view(blocks, n_out, tokens))
-        else:
-            torch.bmm(a, w.mT, out=y.view(n_out, blocks, tokens).permute(1, 2, 0))
-        return y.t()
-    y = x.new_empty(tokens, blocks, n_out)
-    torch.bmm(a, w.mT, out=y.transpose(0, 1))
-    padded = blocks * n_out
+    if not hidden:
+        y = x.new_empty(tokens, blocks, n_out)
+        torch.bmm(a, w.mT, out=y.transpose(0, 1))
+        return y.view(tokens, blocks * n_out)[:, :out_features].contiguous()
+    y = x.new_empty(out_features, tokens)
     if group_out == 1:
-        y = y.view(tokens, padded)
-        if padded != out_features:
-            y = y[:, :out_features]
-        if bias is not None:
-            y = y.add_(bias)
-        return y.contiguous()
-    if bias is None:
-        y = y.transpose(1, 2).contiguous()
+        torch.bmm(w, a.mT, out=y.view(blocks, n_out, tokens))
     else:
-        if padded != out_features:
-            bias = F.pad(bias, (0, padded - out_features))
-        y = torch.add(y.transpose(1, 2), bias.view(n_out, blocks), out=y.new_empty(tokens, n_out, blocks))
-    return y.view(tokens, padded)[:, :out_features].contiguous()
+        torch.bmm(a, w.mT, out=y.view(n_out, blocks, tokens).permute(1, 2, 0))
+    return y.t()
 
 
 def stage_wgrad(
@@ -67,11 +46,24 @@ def stage_wgrad(
 
 
 def split(x: Tensor, blocks: int, size: int, group: int) -> Tensor:
-    """`(tokens, features)` as `(blocks, tokens, size)`, a view wherever a product can read one."""
+    """`(tokens, features)` as `(blocks, tokens, size)`, a view unless it must be padded."""
     if x.shape[1] != blocks * size:
         x = F.pad(x, (0, blocks * size - x.shape[1]))
     if group == 1:
         return x.unflatten(1, (blocks, size)).transpose(0, 1)
-    x = x.unflatten(1, (size, blocks)).transpose(1, 2)
-    # With tokens contiguous a block is a matrix in column order; else its numbers lie apart.
-    return (x if x.stride(0) == 1 else x.contiguous()).transpose(0, 1)
+    return x.unflatten(1, (size, blocks)).permute(2, 0, 1)
+
+
+def interleave(x: Tensor, rows: int, columns: int, out_features: int, bias: Tensor | None) -> Tensor:
+    """Take each row of `x` as a matrix `(rows, columns)` and transpose it; then cut, and add the bias."""
+    padded = rows * columns
+    if x.shape[1] != padded:
+        x = F.pad(x, (0, padded - x.shape[1]))
+    x = x.unflatten(1, (rows, columns)).transpose(1, 2)
+    if bias is None:
+        y = x.contiguous()
+    else:
+        if padded != out_features:
+            bias = F.pad(bias, (0, padded - out_features))
+        y = torch.add(x, bias.view(columns, rows), out=x.new_empty(x.shape))
+    return y.view(-1, padded)[:, :out_features].contiguous()

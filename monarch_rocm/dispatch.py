@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -90,10 +91,7 @@ def _choose(backend: str, dtype: torch.dtype, device_type: str, interpreted: boo
         return "torch", "on the CPU, where Triton has only an interpreter for tests"
     if reason is not None:
         return "torch", reason
-    return "torch", (
-        "batched products were faster than the Triton kernels of this release in every case measured "
-        "(one H200); backend='triton' runs those"
-    )
+    return "triton", "the config tables say kernel by kernel where Triton beats batched products"
 
 
 @constant
@@ -112,27 +110,79 @@ def choose(backend: str, dtype: torch.dtype, device_type: str) -> tuple[str, str
 def kernels() -> ModuleType:
     """The Triton launchers, imported on first use since importing them imports Triton."""
     from monarch_rocm import kernels as package  # type: ignore[attr-defined]
-    from monarch_rocm.kernels import bdmm, bdmm_wgrad, tuning  # noqa: F401
+    from monarch_rocm.kernels import bdmm, bdmm_wgrad, fused, interleave, tuning  # noqa: F401
 
     return package  # type: ignore[no-any-return]
 
 
-def hidden_groups(backend: str, blkdiag2: torch.Tensor) -> tuple[int, int]:
-    """Index-map groups of the hidden features, as output of the first stage and input of the second.
+def config_for(
+    kernel: str,
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    n_out: int,
+    n_in: int,
+    tokens: int,
+) -> dict[str, int] | None:
+    """Launch parameters of a kernel, None where batched products run in its place.
 
-    A backend keeps them in the order that suits it: Triton block by block of the second factor,
-    batched products in plain order.
+    "triton" always runs kernels; "auto" runs them where the config table says that they won.
     """
-    blocks, _, size = blkdiag2.shape
-    if choose(backend, blkdiag2.dtype, blkdiag2.device.type)[0] == "triton":
-        return blocks, 1
-    return 1, size
+    if choose(backend, dtype, device.type)[0] != "triton":
+        return None
+    row = kernels().tuning.lookup(kernel, device, dtype, n_out, n_in, tokens)
+    if row["wins"] or (backend == "triton" and kernel != "fused"):
+        return row["config"]
+    return None
+
+
+def fused_config(
+    backend: str, dtype: torch.dtype, device: torch.device, factor1: Any, factor2: Any, tokens: int
+) -> dict[str, int] | None:
+    """Launch parameters of the fused kernel, None where it cannot serve the shape or does not win."""
+    (blocks, n_hidden, n_in), (out_blocks, n_out, width) = factor1, factor2
+    powers = (blocks, out_blocks, n_hidden, width)
+    if n_hidden % out_blocks or min(n_hidden, width) < 16 or any(n & (n - 1) for n in powers):
+        return None
+    features = max(blocks * n_in, out_blocks * n_out, blocks * n_hidden)
+    size = max(n_in, n_out, n_hidden, width)
+    return config_for("fused", backend, dtype, device, features, size, tokens)
+
+
+def linear(
+    x: torch.Tensor,
+    blkdiag1: torch.Tensor,
+    blkdiag2: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    interleaved: bool,
+    keep: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer on `x (tokens, in)`: outputs `(tokens, out_features)` and hidden features `(tokens, K*Q)`.
+
+    The hidden features are in plain order with tokens contiguous, and may be empty unless `keep`.
+    """
+    (blocks, n_hidden, _), (out_blocks, n_out, n_in) = blkdiag1.shape, blkdiag2.shape
+    tokens, dtype, device = x.shape[0], x.dtype, x.device
+    config = fused_config(backend, dtype, device, blkdiag1.shape, blkdiag2.shape, tokens)
+    if config is not None:
+        return kernels().fused.fused(x, blkdiag1, blkdiag2, bias, out_features, interleaved, keep, config)
+    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, backend)
+    config = config_for("bdmm", backend, dtype, device, n_out, n_in, tokens)
+    if config is not None:
+        group = n_out if interleaved else 1
+        return kernels().bdmm.bdmm(h, blkdiag2, bias, out_features, n_in, group, False, config), h
+    if interleaved:
+        z = batched.stage(h, blkdiag2, out_blocks * n_out, n_in, 1, False)
+        return interleave(z, out_blocks, n_out, out_features, bias, backend), h
+    y = batched.stage(h, blkdiag2, out_features, n_in, 1, False)
+    return (y if bias is None else y.add_(bias)), h
 
 
 def stage(
     x: torch.Tensor,
     w: torch.Tensor,
-    bias: torch.Tensor | None,
     out_features: int,
     group_in: int,
     group_out: int,
@@ -140,17 +190,11 @@ def stage(
     backend: str,
 ) -> torch.Tensor:
     """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on the path of `backend`."""
-    if choose(backend, x.dtype, x.device.type)[0] == "triton":
-        return kernels().bdmm.bdmm(x, w, bias, out_features, group_in, group_out)
-    return batched.stage(x, w, bias, out_features, group_in, group_out, hidden)
-
-
-def new_hidden(x: torch.Tensor, features: int, backend: str) -> torch.Tensor:
-    """An empty `(..., features)` of hidden features with the strides that `stage` gives them."""
-    lead = x.shape[:-1]
-    if choose(backend, x.dtype, x.device.type)[0] == "triton":
-        return x.new_empty(*lead, features)
-    return x.new_empty(features, *lead).movedim(0, -1)
+    _, n_out, n_in = w.shape
+    config = config_for("bdmm", backend, x.dtype, x.device, n_out, n_in, x.shape[0])
+    if config is None:
+        return batched.stage(x, w, out_features, group_in, group_out, hidden)
+    return kernels().bdmm.bdmm(x, w, None, out_features, group_in, group_out, hidden, config)
 
 
 def stage_wgrad(
@@ -164,9 +208,25 @@ def stage_wgrad(
     backend: str,
 ) -> torch.Tensor:
     """Its weight gradient `(blocks, n_out, n_in)` on the path of `backend`."""
-    if choose(backend, g.dtype, g.device.type)[0] == "triton":
-        return kernels().bdmm_wgrad.bdmm_wgrad(g, a, blocks, n_out, n_in, group_out, group_in)
-    return batched.stage_wgrad(g, a, blocks, n_out, n_in, group_out, group_in)
+    config = config_for("bdmm_wgrad", backend, g.dtype, g.device, n_out, n_in, g.shape[0])
+    if config is None:
+        return batched.stage_wgrad(g, a, blocks, n_out, n_in, group_out, group_in)
+    return kernels().bdmm_wgrad.bdmm_wgrad(g, a, blocks, n_out, n_in, group_out, group_in, config)
+
+
+def interleave(
+    x: torch.Tensor,
+    rows: int,
+    columns: int,
+    out_features: int,
+    bias: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """Each row of `x` as a matrix `(rows, columns)`, transposed, on the path of `backend`."""
+    config = config_for("interleave", backend, x.dtype, x.device, rows, columns, x.shape[0])
+    if config is None:
+        return batched.interleave(x, rows, columns, out_features, bias)
+    return kernels().interleave.interleave(x, rows, columns, out_features, bias, config)
 
 
 @dataclass(frozen=True)
@@ -229,17 +289,30 @@ def plan(
     if tokens != 0:
         check_size("tokens", tokens)
     chosen, reason = choose(backend, dtype, device.type)
-    if chosen == "torch":
-        launches: tuple[dict[str, Any], ...] = ({"op": "bmm"}, {"op": "bmm"})
-    elif chosen == "reference":
-        launches = ({"op": "einsum"}, {"op": "einsum"})
-    else:
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        tuning = kernels().tuning
-        file = tuning.table("bdmm", tuning.architecture(device))[0]
-        launches = tuple(
-            {"kernel": "bdmm", "file": file, **tuning.lookup("bdmm", device, dtype, n_out, n_in, tokens)}
-            for _, n_out, n_in in (shape.factor1, shape.factor2)
-        )
+    if chosen == "reference":
+        return Plan(chosen, reason, ({"op": "einsum"}, {"op": "einsum"}))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    launches = tuple(_launches(shape, tokens, dtype, device, requested(backend)))
     return Plan(chosen, reason, launches)
+
+
+def _launches(
+    shape: MonarchShape, tokens: int, dtype: torch.dtype, device: torch.device, backend: str
+) -> Iterator[dict[str, Any]]:
+    """What `linear` launches, in order."""
+
+    def kernel(name: str, config: dict[str, int]) -> dict[str, Any]:
+        tuning = kernels().tuning
+        return {"kernel": name, "file": tuning.table(name, tuning.architecture(device))[0], **config}
+
+    config = fused_config(backend, dtype, device, shape.factor1, shape.factor2, tokens)
+    if config is not None:
+        yield kernel("fused", config)
+        return
+    for _, n_out, n_in in (shape.factor1, shape.factor2):
+        config = config_for("bdmm", backend, dtype, device, n_out, n_in, tokens)
+        yield {"op": "bmm"} if config is None else kernel("bdmm", config)
+    if config is None and shape.layout == "interleaved":
+        config = config_for("interleave", backend, dtype, device, shape.L, shape.S, tokens)
+        yield {"op": "transposing copy"} if config is None else kernel("interleave", config)

@@ -1,8 +1,9 @@
 """The registered ops and their gradients.
 
-`monarch_rocm::linear` is a whole layer, `monarch_rocm::stage` one block-diagonal product and
-`monarch_rocm::stage_wgrad` its weight gradient. The last two are each other's derivatives, so that
-gradients of any order stay within these three ops.
+`monarch_rocm::linear` is a whole layer, `monarch_rocm::stage` one block-diagonal product,
+`monarch_rocm::stage_wgrad` its weight gradient and `monarch_rocm::interleave` the step between the
+layouts. The last three are their own and each other's derivatives, so that gradients of any order
+stay within these ops.
 
 They are plain `define`/`impl` ops behind `autograd.Function`s, since `custom_op` with
 `register_autograd` fails `vmap(grad)` and answers a forward-mode derivative with zero.
@@ -24,13 +25,14 @@ from monarch_rocm.shape import MonarchShape
 
 _LIBRARY = torch.library.Library("monarch_rocm", "DEF")
 _SCHEMAS = (
-    # y (..., out_features) and the hidden features h (..., L*R) in the backend's order
+    # y (..., out_features) and, with `keep`, the hidden features (..., K*Q), else none of them
     "linear(Tensor x, Tensor blkdiag1, Tensor blkdiag2, Tensor? bias, SymInt out_features, str layout, "
-    "str backend) -> (Tensor, Tensor)",
+    "bool keep, str backend) -> (Tensor, Tensor)",
     "stage(Tensor x, Tensor w, SymInt out_features, SymInt group_in, SymInt group_out, bool hidden, "
     "str backend) -> Tensor",
     "stage_wgrad(Tensor g, Tensor a, SymInt blocks, SymInt n_out, SymInt n_in, SymInt group_out, "
     "SymInt group_in, str backend) -> Tensor",
+    "interleave(Tensor x, SymInt rows, SymInt columns, SymInt out_features, str backend) -> Tensor",
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -72,17 +74,14 @@ def _linear(
     bias: Tensor | None,
     out_features: int,
     layout: str,
+    keep: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     lead = x.shape[:-1]
-    hidden = blkdiag1.shape[0] * blkdiag1.shape[1]
-    write, read = dispatch.hidden_groups(backend, blkdiag2)
+    interleaved = layout == "interleaved"
     with _no_autocast(x):
-        h = dispatch.stage(_rows(x), blkdiag1, None, hidden, 1, write, True, backend)
-        y = dispatch.stage(
-            h, blkdiag2, bias, out_features, read, _out_group(blkdiag2, layout), False, backend
-        )
-    return y.view(*lead, out_features), h.view(*lead, hidden)
+        y, h = dispatch.linear(_rows(x), blkdiag1, blkdiag2, bias, out_features, interleaved, keep, backend)
+    return y.view(*lead, out_features), h.view(*lead, h.shape[1]) if keep else x.new_empty(*lead, 0)
 
 
 @_impl("stage")
@@ -90,7 +89,7 @@ def _stage(
     x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int, hidden: bool, backend: str
 ) -> Tensor:
     with _no_autocast(x):
-        y = dispatch.stage(_rows(x), w, None, out_features, group_in, group_out, hidden, backend)
+        y = dispatch.stage(_rows(x), w, out_features, group_in, group_out, hidden, backend)
     return y.view(*x.shape[:-1], out_features)
 
 
@@ -109,21 +108,34 @@ def _stage_wgrad(
         return dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, backend)
 
 
-def _out_group(blkdiag2: Tensor, layout: str) -> int:
-    """Index-map group of the outputs."""
-    return blkdiag2.shape[1] if layout == "interleaved" else 1
+@_impl("interleave")
+def _interleave(x: Tensor, rows: int, columns: int, out_features: int, backend: str) -> Tensor:
+    y = dispatch.interleave(_rows(x), rows, columns, out_features, None, backend)
+    return y.view(*x.shape[:-1], out_features)
+
+
+def _new_hidden(x: Tensor, features: int) -> Tensor:
+    """Hidden features have tokens contiguous."""
+    return x.new_empty(features, *x.shape[:-1]).movedim(0, -1)
 
 
 @torch.library.register_fake("monarch_rocm::linear", lib=_LIBRARY)
-def _linear_fake(x, blkdiag1, blkdiag2, bias, out_features, layout, backend):  # type: ignore[no-untyped-def]
-    h = dispatch.new_hidden(x, blkdiag1.shape[0] * blkdiag1.shape[1], backend)
-    return x.new_empty(*x.shape[:-1], out_features), h
+def _linear_fake(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend):  # type: ignore[no-untyped-def]
+    lead = x.shape[:-1]
+    hidden = blkdiag1.shape[0] * blkdiag1.shape[1]
+    h = _new_hidden(x, hidden) if keep else x.new_empty(*lead, 0)
+    return x.new_empty(*lead, out_features), h
 
 
 @torch.library.register_fake("monarch_rocm::stage", lib=_LIBRARY)
 def _stage_fake(x, w, out_features, group_in, group_out, hidden, backend):  # type: ignore[no-untyped-def]
     if hidden:
-        return dispatch.new_hidden(x, out_features, backend)
+        return _new_hidden(x, out_features)
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@torch.library.register_fake("monarch_rocm::interleave", lib=_LIBRARY)
+def _interleave_fake(x, rows, columns, out_features, backend):  # type: ignore[no-untyped-def]
     return x.new_empty(*x.shape[:-1], out_features)
 
 
@@ -154,6 +166,7 @@ def _vmap(name: str, leading: bool) -> None:
 _vmap("linear", leading=True)
 _vmap("stage", leading=True)
 _vmap("stage_wgrad", leading=False)
+_vmap("interleave", leading=True)
 
 
 def _tokens(shape: Any) -> int:
@@ -246,10 +259,33 @@ class StageWgrad(Function):
         group_out, group_in = ctx.groups
         dg = da = None
         if ctx.needs_input_grad[0]:
-            dg = _call(Stage, a, ddw, g.shape[-1], group_in, group_out, False, ctx.backend)
+            hidden = group_out != 1
+            dg = _call(Stage, a, ddw, g.shape[-1], group_in, group_out, hidden, ctx.backend)
         if ctx.needs_input_grad[1]:
-            da = _call(Stage, g, ddw.mH, a.shape[-1], group_out, group_in, False, ctx.backend)
+            hidden = group_in != 1
+            da = _call(Stage, g, ddw.mH, a.shape[-1], group_out, group_in, hidden, ctx.backend)
         return dg, da, None, None, None, None, None, None
+
+
+class Interleave(Function):
+    """Differentiable `monarch_rocm::interleave`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, rows, columns, out_features, backend):  # type: ignore[no-untyped-def]
+        return torch.ops.monarch_rocm.interleave(x, rows, columns, out_features, backend)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        x, *ctx.matrix, _, ctx.backend = inputs
+        ctx.in_features = x.shape[-1]
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        rows, columns = ctx.matrix
+        dx = _call(Interleave, dy, columns, rows, ctx.in_features, ctx.backend)
+        return dx, None, None, None, None
 
 
 class Linear(Function):
@@ -262,17 +298,16 @@ class Linear(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, blkdiag1, blkdiag2, bias, out_features, layout, backend):  # type: ignore[no-untyped-def]
-        return torch.ops.monarch_rocm.linear(x, blkdiag1, blkdiag2, bias, out_features, layout, backend)
+    def forward(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend):  # type: ignore[no-untyped-def]
+        return torch.ops.monarch_rocm.linear(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        x, blkdiag1, blkdiag2, _, _, layout, ctx.backend = inputs
+        x, blkdiag1, blkdiag2, _, _, ctx.layout, _, ctx.backend = inputs
         need_x, need_1, need_2 = ctx.needs_input_grad[:3]
         ctx.set_materialize_grads(False)
         ctx.in_features = x.shape[-1]
         ctx.factor1, ctx.factor2 = blkdiag1.shape, blkdiag2.shape
-        ctx.groups = *dispatch.hidden_groups(ctx.backend, blkdiag2), _out_group(blkdiag2, layout)
         ctx.save_for_backward(
             x if need_1 else None,
             blkdiag1 if need_x else None,
@@ -284,23 +319,25 @@ class Linear(Function):
     def backward(ctx, dy, dh):  # type: ignore[no-untyped-def]
         x, blkdiag1, blkdiag2, h = ctx.saved_tensors
         need_x, need_1, need_2, need_bias = ctx.needs_input_grad[:4]
-        write, read, out = ctx.groups
+        blocks, n_out, n_in = ctx.factor2
+        backend = ctx.backend
         dx = d1 = d2 = dbias = None
-        if dy is not None:
-            if need_bias:
-                dbias = dy.sum_to_size(dy.shape[-1])
+        if dy is not None and need_bias:
+            dbias = dy.sum_to_size(dy.shape[-1])
+        if dy is not None and (need_x or need_1 or need_2):
+            if ctx.layout == "interleaved":
+                dy = _call(Interleave, dy, n_out, blocks, blocks * n_out, backend)
             if need_2:
-                d2 = _call(StageWgrad, dy, h, *ctx.factor2, out, read, ctx.backend)
+                d2 = _call(StageWgrad, dy, h, *ctx.factor2, 1, n_in, backend)
             if need_x or need_1:
-                width = ctx.factor2[0] * ctx.factor2[2]
-                through = _call(Stage, dy, blkdiag2.mH, width, out, read, True, ctx.backend)
+                through = _call(Stage, dy, blkdiag2.mH, blocks * n_in, 1, n_in, True, backend)
                 dh = through if dh is None else dh + through
         if dh is not None:
             if need_1:
-                d1 = _call(StageWgrad, dh, x, *ctx.factor1, write, 1, ctx.backend)
+                d1 = _call(StageWgrad, dh, x, *ctx.factor1, 1, 1, backend)
             if need_x:
-                dx = _call(Stage, dh, blkdiag1.mH, ctx.in_features, write, 1, False, ctx.backend)
-        return dx, d1, d2, dbias, None, None, None
+                dx = _call(Stage, dh, blkdiag1.mH, ctx.in_features, 1, 1, False, backend)
+        return dx, d1, d2, dbias, None, None, None, None
 
 
 def _register(name: str, function: type[Function], impl: Any) -> None:
@@ -320,6 +357,7 @@ def _register(name: str, function: type[Function], impl: Any) -> None:
 _register("linear", Linear, _linear)
 _register("stage", Stage, _stage)
 _register("stage_wgrad", StageWgrad, _stage_wgrad)
+_register("interleave", Interleave, _interleave)
 
 
 def monarch_linear(
@@ -331,5 +369,6 @@ def monarch_linear(
     backend: str,
 ) -> Tensor:
     """A whole layer on checked operands of one dtype and device."""
-    y, _ = _call(Linear, x, blkdiag1, blkdiag2, bias, shape.out_features, shape.layout, backend)
+    keep = torch.is_grad_enabled() or not _eager(x)
+    y, _ = _call(Linear, x, blkdiag1, blkdiag2, bias, shape.out_features, shape.layout, keep, backend)
     return y  # type: ignore[no-any-return]

@@ -27,6 +27,8 @@ SHAPES = [
     (20, 28, 8, None),
     (5, 7, 8, None),
     (100, 75, 5, None),
+    (64, 100, (2, 4), 8),
+    (30, 70, 4, 4),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = ["interleaved", "blocked"]

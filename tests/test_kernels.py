@@ -18,13 +18,32 @@ from support import (
 )
 
 triton = pytest.importorskip("triton")
-bdmm = pytest.importorskip("monarch_rocm.kernels.bdmm")
 bdmm_wgrad = pytest.importorskip("monarch_rocm.kernels.bdmm_wgrad")
-from monarch_rocm import batched, monarch_linear  # noqa: E402
+from monarch_rocm import batched, dispatch, monarch_linear  # noqa: E402
 from monarch_rocm.kernels import tuning  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:a Monarch layer")
+PATHS = ["staged", "batched", "fused"]
+FUSED = {"BT": 16, "num_warps": 4, "num_stages": 1}
 NAMES = ("y", "dx", "dblkdiag1", "dblkdiag2", "dbias")
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    """Force one family of kernels, whatever the tables say that is fastest."""
+    force(request.param, monkeypatch)
+    return request.param
+
+
+def force(path, monkeypatch):
+    def config_for(kernel, backend, dtype, device, *sizes):
+        if backend == "torch" or (path == "batched" and kernel != "interleave"):
+            return None
+        if kernel == "fused":
+            return FUSED if path == "fused" else None
+        return tuning.lookup(kernel, torch.device("cpu"), dtype, *sizes)["config"]
+
+    monkeypatch.setattr(dispatch, "config_for", config_for)
 
 
 def check(shape, operands, grad, backend="triton"):
@@ -39,7 +58,7 @@ def check(shape, operands, grad, backend="triton"):
 @by_shape
 @by_layout
 @by_dtype
-def test_forward_and_gradients_are_within_the_budget(sizes, layout, dtype, poison):
+def test_forward_and_gradients_are_within_the_budget(sizes, layout, dtype, path, poison):
     shape = make_shape(sizes, layout)
     operands = make_operands(shape, dtype, (37,))
     check(shape, operands, torch.randn(37, shape.out_features, device=DEVICE).to(dtype))
@@ -47,13 +66,13 @@ def test_forward_and_gradients_are_within_the_budget(sizes, layout, dtype, poiso
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 128, 300])
 @by_dtype
-def test_any_number_of_tokens(tokens, dtype, poison):
+def test_any_number_of_tokens(tokens, dtype, path, poison):
     shape = make_shape((40, 56, (4, 7), 3))
     operands = make_operands(shape, dtype, (tokens,))
     check(shape, operands, torch.randn(tokens, 56, device=DEVICE).to(dtype))
 
 
-def test_no_tokens(poison):
+def test_no_tokens(path, poison):
     shape = make_shape((40, 56, (4, 7), 3))
     x, *factors = make_operands(shape, torch.float32, (0,))
     y, *grads = run(shape, (x, *factors), "triton")
@@ -68,7 +87,7 @@ def test_no_tokens(poison):
     ids=str,
 )
 @by_layout
-def test_blocks_larger_than_a_tile(sizes, tokens, layout, poison):
+def test_blocks_larger_than_a_tile(sizes, tokens, layout, path, poison):
     shape = make_shape(sizes, layout)
     operands = make_operands(shape, torch.float32, (tokens,))
     check(shape, operands, torch.randn(tokens, shape.out_features, device=DEVICE))
@@ -86,7 +105,7 @@ STRIDES = {
 
 @pytest.mark.parametrize("how", STRIDES)
 @pytest.mark.parametrize("what", ["input", "gradient", "factors"])
-def test_any_strides(how, what, poison):
+def test_any_strides(how, what, path, poison):
     shape = make_shape((33, 10, 4, None))
     x, w1, w2, bias = make_operands(shape, torch.float32, (21,))
     grad = torch.randn(21, 10, device=DEVICE)
@@ -102,7 +121,7 @@ def test_any_strides(how, what, poison):
 
 
 @by_dtype
-def test_two_runs_are_equal_to_the_bit(dtype):
+def test_two_runs_are_equal_to_the_bit(dtype, path):
     shape = make_shape((48, 36, (2, 3), 4))
     operands = make_operands(shape, dtype, (700,))
     one, two = (run(shape, operands, "triton") for _ in range(2))
@@ -114,13 +133,14 @@ def test_weight_gradient_is_split_and_still_right():
     generator = torch.Generator().manual_seed(0)
     g, a = (torch.randn(2000, n, generator=generator).to(DEVICE) for n in (6, 4))
     exact = torch.einsum("tbo,tbi->boi", g.double().view(-1, 2, 3), a.double().view(-1, 2, 2))
-    got = bdmm_wgrad.bdmm_wgrad(g, a, 2, 3, 2, 1, 1)
+    config = tuning._lookup("bdmm_wgrad", "default", 4, 3, 2, 2048)["config"]
+    got = bdmm_wgrad.bdmm_wgrad(g, a, 2, 3, 2, 1, 1, config)
     plain = batched.stage_wgrad(g, a, 2, 3, 2, 1, 1)
     assert_within_budget("dw", got, plain, exact, depth=2000)
 
 
-def test_wide_offsets_change_nothing(monkeypatch):
-    shape = make_shape((33, 50, (4, 5), 3))
+def test_wide_offsets_change_nothing(path, monkeypatch):
+    shape = make_shape((60, 60, 4, 4))
     operands = make_operands(shape, torch.float32, (37,))
     narrow = run(shape, operands, "triton")
     monkeypatch.setattr(tuning, "is_wide", lambda *tensors: True)

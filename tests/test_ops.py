@@ -62,11 +62,13 @@ def test_opcheck(backend, layout):
     x, w1, w2, b = (t.detach() for t in make_operands(shape, dtype, (2, 3)))
     hidden = shape.K * shape.Q
     registered = torch.ops.monarch_rocm
-    torch.library.opcheck(registered.linear, (x, w1, w2, b, 5, layout, backend))
-    torch.library.opcheck(registered.stage, (x, w1, hidden, 1, shape.L, True, backend))
+    torch.library.opcheck(registered.linear, (x, w1, w2, b, 5, layout, True, backend))
+    torch.library.opcheck(registered.linear, (x, w1, w2, b, 5, layout, False, backend))
+    torch.library.opcheck(registered.stage, (x, w1, hidden, 1, 1, True, backend))
     torch.library.opcheck(registered.stage, (x, w1, hidden, 1, 1, False, backend))
     h = torch.randn(2, 3, hidden, device=DEVICE)
-    torch.library.opcheck(registered.stage_wgrad, (h, x, *shape.factor1, shape.L, 1, backend))
+    torch.library.opcheck(registered.stage_wgrad, (h, x, *shape.factor1, 1, 1, backend))
+    torch.library.opcheck(registered.interleave, (x, 2, 4, 7, backend))
 
 
 @by_backend
