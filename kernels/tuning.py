@@ -18,13 +18,21 @@ import torch
 
 Row = dict[str, Any]
 Table = dict[str, list[Row]]
+# What a config of each kernel must have: tile sizes, other numbers, the smallest tile.
+PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
+    "bdmm": (("BT", "BO", "BI"), (), 16),
+    "bdmm_wgrad": (("BT", "BO", "BI"), ("PROGRAMS", "MIN_STEPS"), 16),
+    "fused": (("BT",), (), 16),
+    "interleave": (("BT", "BR", "BC"), (), 1),
+}
+AMD_OPTIONS = {"waves_per_eu", "matrix_instr_nonkdim", "kpack"}
 CONFIGS = Path(__file__).parent / "configs"
 
 
 def cache_dir() -> Path:
     """Where this user's own configs lie, `<arch>/<kernel>.json`; they go before the shipped ones."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("MONARCH_ROCM_CACHE_DIR") or Path(base) / "monarch-rocm")
+    return Path(os.environ.get("MONARCH_ROCM_CACHE_DIR") or Path(base) / "monarch-rocm").expanduser()
 
 
 @cache
@@ -44,16 +52,16 @@ def table(kernel: str, arch: str) -> tuple[Path, Table]:
     own = cache_dir() / arch / f"{kernel}.json"
     if own.is_file():
         try:
-            return own, _read(own)
+            return own, _read(own, kernel)
         except (OSError, ValueError) as error:
             warnings.warn(f"{own} is ignored: {error}", stacklevel=2)
     shipped = CONFIGS / arch / f"{kernel}.json"
     if not shipped.is_file():
         shipped = CONFIGS / "default" / f"{kernel}.json"
-    return shipped, _read(shipped)
+    return shipped, _read(shipped, kernel)
 
 
-def _read(file: Path) -> Table:
+def _read(file: Path, kernel: str) -> Table:
     rows = json.loads(file.read_text())
     if not isinstance(rows, dict) or set(rows) != {"2", "4"}:
         raise ValueError('it must hold rows under "2" and "4", the bytes of a number')
@@ -64,6 +72,8 @@ def _read(file: Path) -> Table:
             )
         if part[-1]["max"]:
             raise ValueError("its last row must serve every shape")
+        for row in part:
+            _check_config(row["config"], kernel)
     return rows
 
 
@@ -76,6 +86,19 @@ def _is_row(row: object) -> bool:
         and set(row["max"]) <= {"out", "in", "tokens"}
         and all(type(number) is int for part in ("max", "config") for number in row[part].values())
     )
+
+
+def _check_config(config: dict[str, int], kernel: str) -> None:
+    tiles, others, smallest = PARAMETERS[kernel]
+    wanted = {*tiles, *others, "num_warps", "num_stages"}
+    if not wanted <= set(config) <= wanted | AMD_OPTIONS:
+        raise ValueError(f"a config of {kernel} must have {sorted(wanted)}, unlike {config}")
+    for name in (*tiles, "num_warps"):
+        least = 1 if name == "num_warps" else smallest
+        if config[name] < least or config[name] & (config[name] - 1):
+            raise ValueError(f"{name} must be a power of two from {least}, unlike {config[name]}")
+    if any(config[name] < 1 for name in (*others, "num_stages")):
+        raise ValueError(f"numbers must be positive, unlike {config}")
 
 
 @cache
@@ -109,3 +132,10 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)  # type: ignore[return-value]
     return nullcontext()
+
+
+def interprets() -> bool:
+    """Whether the kernels were decorated for Triton's interpreter."""
+    from monarch_rocm.kernels import bdmm
+
+    return type(bdmm.bdmm_kernel).__name__ == "InterpretedFunction"

@@ -42,11 +42,12 @@ class MonarchConfig:
     init: str = "project"
 
     def __post_init__(self) -> None:
+        # Plain ints and tuples, whatever kind of number was given; JSON gives a pair back as a list.
         pair = check_nblocks(self.nblocks)
-        if isinstance(self.nblocks, list):  # as JSON gives it back
-            object.__setattr__(self, "nblocks", pair)
+        single = not isinstance(self.nblocks, (tuple, list))
+        object.__setattr__(self, "nblocks", pair[0] if single else pair)
         if self.rank is not None:
-            check_size("rank", self.rank)
+            object.__setattr__(self, "rank", check_size("rank", self.rank))
         check_layout(self.layout)
         check_backend(self.backend)
         if self.init not in INITS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,14 @@ from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.report import MonarchReport, Row, Skipped
 from monarch_rocm.shape import MonarchShape
 
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
 FilterFn = Callable[[nn.Module, str], bool]
 
 
@@ -27,12 +36,14 @@ def monarchize(
     """Replace the linear layers of a model by Monarch layers, in place.
 
     `nn.Linear` and transformers' `Conv1D` are replaced. A layer that is used in several places
-    stays one layer; two layers that share a weight share their factors; a layer whose weight
-    belongs to something else too, as a head tied to an embedding does, is left alone. Bias,
-    hooks, dtype, device, training mode and `requires_grad` are kept. Left alone as well are
-    subclasses of `nn.Linear`, layers whose weight is computed by a parametrisation or a hook, and,
-    without a `filter_fn`, the two layers of `nn.TransformerEncoderLayer` whose weights its fused
-    path reads. The report names each with its reason.
+    stays one layer, reported under its first name; two layers that share a weight share their
+    factors; a layer whose weight belongs to something else too, as a head tied to an embedding
+    does, is left alone. Bias, hooks, dtype, device, training mode and `requires_grad` are kept.
+
+    Left alone as well are subclasses of `nn.Linear`, layers whose weight is computed by a
+    parametrisation or a hook, and, without a `filter_fn`, the two layers of
+    `nn.TransformerEncoderLayer` whose weights its fused path reads. The report names each with its
+    reason.
 
     Args:
         model (nn.Module): changed in place. A model on the meta device stays there.
@@ -45,7 +56,7 @@ def monarchize(
         and what was done. An optimizer made before holds the old parameters: make it afterwards.
 
     Raises:
-        TypeError: a `config` that is no `MonarchConfig`.
+        TypeError: a `model` that is no module, a `config` that is no `MonarchConfig`.
         ValueError: a weight that is not finite. Nothing has been replaced then.
 
     Example:
@@ -55,6 +66,8 @@ def monarchize(
         (33088, 10560)
 
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, but it is a {type(model).__name__}")
     config = MonarchConfig() if config is None else config
     if not isinstance(config, MonarchConfig):
         raise TypeError(f"config must be a MonarchConfig, but it is a {type(config).__name__}")
@@ -96,25 +109,29 @@ class _Factors:
     blkdiag1: nn.Parameter
     blkdiag2: nn.Parameter
     error: float
-    dense: nn.Parameter  # kept alive, so that its id stays its own
 
 
 def _choose(model: nn.Module, filter_fn: FilterFn | None) -> tuple[dict[nn.Module, str], list[Skipped]]:
     """The layers to replace with their names, and the linear ones that are left alone."""
     owners = defaultdict(set)
     fused: set[nn.Module] = set()
+    compiled: set[nn.Module] = set()
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners[id(parameter)].add(module)
         if isinstance(module, nn.TransformerEncoderLayer):
-            fused.update((module.linear1, module.linear2))
+            fused.update(filter(None, (getattr(module, name, None) for name in ("linear1", "linear2"))))
+        if type(module).__name__ == "OptimizedModule":  # torch.compile's, which calls what it was given
+            compiled.add(module._orig_mod)  # type: ignore[arg-type]
 
     chosen, skipped = {}, []
     for name, module in model.named_modules():
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):
             continue
         reason = _obstacle(module)
+        if reason is None and module in compiled:
+            reason = "it was compiled on its own"
         if reason is None and filter_fn is None and module in fused:
             reason = "nn.TransformerEncoderLayer's fused path reads its weight"
         if reason is None and filter_fn is not None and not filter_fn(module, name):
@@ -145,11 +162,13 @@ def _obstacle(linear: nn.Module) -> str | None:
     extra += [*linear._buffers, *linear._modules]
     weight = linear._parameters.get("weight")
     if extra or weight is None:
-        return f"its weight is computed from {', '.join(extra) or 'something else'}"
+        return f"it holds more than a weight and a bias: {', '.join(extra) or 'a computed weight'}"
     if type(weight.data) is not Tensor:
         return f"its weight is a {type(weight.data).__name__}"
-    if not (weight.is_floating_point() or weight.is_complex()):
+    if weight.dtype not in DTYPES:
         return f"its weight is {weight.dtype}"
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "its weight has gradient hooks, which know the dense shape"
     if "forward" in vars(linear) or linear._compiled_call_impl is not None:
         return "its forward was replaced or compiled on its own"
     if 0 in weight.shape:
@@ -175,7 +194,9 @@ def _make_factors(linear: nn.Module, shape: MonarchShape, config: MonarchConfig)
         factors = dense.new_empty(shape.factor1), dense.new_empty(shape.factor2)
         init.uniform_(*factors, None, shape)
     one, two = (nn.Parameter(factor, parameter.requires_grad) for factor in factors)
-    return _Factors(one, two, error, parameter)
+    for factor in (one, two):  # marks such as "no weight decay"
+        vars(factor).update(vars(parameter))
+    return _Factors(one, two, error)
 
 
 def _relative_error(dense: Tensor, factors: tuple[Tensor, Tensor], shape: MonarchShape) -> float:
@@ -197,8 +218,11 @@ def _make_layer(
     # or libraries hung on the layer moves with them.
     stays = {"_parameters", "_buffers", "_modules", "in_features", "out_features", "nf", "nx"}
     for key, value in vars(linear).items():
-        if key not in stays:
+        if key not in stays and key not in ("shape", "backend"):
             vars(layer)[key] = value
+    for hook in layer._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(layer)  # type: ignore[attr-defined]
     return layer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -31,32 +32,40 @@ def check_backend(backend: str) -> str:
 
 
 def constant(function: Any) -> Any:
-    """Let `torch.compile` take the result as it is, as `torch.compiler.assumeconstant_result` does,
+    """Let `torch.compile` take the result as it is, as `torch.compiler.assume_constant_result` does,
     which imports all of Dynamo when it decorates.
     """
-    function._dynamo_markedconstant = True
+    function._dynamo_marked_constant = True
     return function
 
 
 @constant
 def requested(backend: str) -> str:
-    """`backend`, or what the environment variable MONARCH_ROCM_BACKEND says in place of "auto"."""
+    """`backend`, or what the environment variable MONARCH_ROCM_BACKEND says in place of "auto".
+
+    `torch.compile` reads the variable when it compiles.
+    """
     if backend != "auto":
         return check_backend(backend)
-    from_environment = os.environ.get("MONARCH_ROCM_BACKEND", "auto")
+    from_environment = os.environ.get("MONARCH_ROCM_BACKEND") or "auto"
     if from_environment not in BACKENDS:
         raise ValueError(f"MONARCH_ROCM_BACKEND={from_environment!r}, which is none of {BACKENDS}")
     return from_environment
 
 
 @cache
-def triton_version() -> str | None:
-    """Version of the Triton that would be imported, None without one."""
+def triton_state() -> tuple[str, str | None]:
+    """(version of Triton, why it cannot be used or None)."""
     if importlib.util.find_spec("triton") is None:
-        return None
-    import triton
-
-    return str(triton.__version__)
+        return "not installed", "Triton is not installed"
+    try:
+        import triton
+    except Exception as error:
+        return f"broken: {error}", f"Triton fails to import: {error}"
+    version = str(triton.__version__)
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+        return version, f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    return version, None
 
 
 def _interpreted() -> bool:
@@ -70,40 +79,51 @@ def why_not_triton(dtype: torch.dtype, device_type: str) -> str | None:
         return f"the kernels take {names}, not {str(dtype).removeprefix('torch.')}"
     if device_type != "cuda" and not (device_type == "cpu" and _interpreted()):
         return f"the tensors are on {device_type!r}, not on a ROCm or CUDA GPU"
-    version = triton_version()
-    if version is None:
-        return "Triton is not installed"
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
-        return f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
-    return None
+    reason = triton_state()[1]
+    if reason is None and device_type == "cpu":
+        # Triton decides when a function is decorated, its own when it is imported.
+        from triton.language import cdiv
+
+        if type(cdiv).__name__ != "InterpretedFunction" or not kernels().tuning.interprets():
+            return "TRITON_INTERPRET was set after Triton was imported; set it before Python starts"
+    return reason
 
 
 @cache
 def _choose(backend: str, dtype: torch.dtype, device_type: str, interpreted: bool) -> tuple[str, str]:
     if backend in ("torch", "reference"):
         return backend, f"backend={backend!r} was asked for"
+    if backend == "auto" and device_type == "cpu":
+        return "torch", "on the CPU, where Triton has only an interpreter for tests"
     reason = why_not_triton(dtype, device_type)
     if backend == "triton":
         if reason is not None:
             raise RuntimeError(f"backend='triton' cannot run: {reason}")
+        if device_type == "cpu" and dtype == torch.bfloat16:
+            warnings.warn(
+                "Triton's interpreter multiplies the raw bits of bfloat16: results on the CPU are wrong "
+                "unless it is mended as tests/conftest.py does",
+                stacklevel=2,
+            )
         return "triton", "backend='triton' was asked for"
-    if device_type == "cpu":
-        return "torch", "on the CPU, where Triton has only an interpreter for tests"
     if reason is not None:
         return "torch", reason
-    return "triton", "the config tables say kernel by kernel where Triton beats batched products"
+    return "auto", "Triton kernels where the config tables say that they win, else batched products"
 
 
 @constant
 def choose(backend: str, dtype: torch.dtype, device_type: str) -> tuple[str, str]:
-    """(backend that runs, why), for a backend as the user asked for it.
+    """(path, why), for a backend as the user asked for it.
+
+    The path is "reference", "torch", "triton", or "auto" where kernels and batched products take
+    turns. The functions below expect such a path.
 
     Raises:
         RuntimeError: "triton" where it cannot run, with the reason.
         ValueError: an unknown backend.
 
     """
-    return _choose(requested(backend), dtype, device_type, _interpreted())
+    return _choose(requested(backend), dtype, device_type, device_type == "cpu" and _interpreted())
 
 
 @cache
@@ -117,7 +137,7 @@ def kernels() -> ModuleType:
 
 def config_for(
     kernel: str,
-    backend: str,
+    path: str,
     dtype: torch.dtype,
     device: torch.device,
     n_out: int,
@@ -128,25 +148,27 @@ def config_for(
 
     "triton" always runs kernels; "auto" runs them where the config table says that they won.
     """
-    if choose(backend, dtype, device.type)[0] != "triton":
+    if path == "torch":
         return None
     row = kernels().tuning.lookup(kernel, device, dtype, n_out, n_in, tokens)
-    if row["wins"] or (backend == "triton" and kernel != "fused"):
+    if row["wins"] or (path == "triton" and kernel != "fused"):
         return row["config"]
     return None
 
 
 def fused_config(
-    backend: str, dtype: torch.dtype, device: torch.device, factor1: Any, factor2: Any, tokens: int
+    path: str, dtype: torch.dtype, device: torch.device, factor1: Any, factor2: Any, tokens: int
 ) -> dict[str, int] | None:
     """Launch parameters of the fused kernel, None where it cannot serve the shape or does not win."""
+    if path == "torch":
+        return None
     (blocks, n_hidden, n_in), (out_blocks, n_out, width) = factor1, factor2
     powers = (blocks, out_blocks, n_hidden, width)
     if n_hidden % out_blocks or min(n_hidden, width) < 16 or any(n & (n - 1) for n in powers):
         return None
     features = max(blocks * n_in, out_blocks * n_out, blocks * n_hidden)
     size = max(n_in, n_out, n_hidden, width)
-    return config_for("fused", backend, dtype, device, features, size, tokens)
+    return config_for("fused", path, dtype, device, features, size, tokens)
 
 
 def linear(
@@ -157,7 +179,7 @@ def linear(
     out_features: int,
     interleaved: bool,
     keep: bool,
-    backend: str,
+    path: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer on `x (tokens, in)`: outputs `(tokens, out_features)` and hidden features `(tokens, K*Q)`.
 
@@ -165,17 +187,17 @@ def linear(
     """
     (blocks, n_hidden, _), (out_blocks, n_out, n_in) = blkdiag1.shape, blkdiag2.shape
     tokens, dtype, device = x.shape[0], x.dtype, x.device
-    config = fused_config(backend, dtype, device, blkdiag1.shape, blkdiag2.shape, tokens)
+    config = fused_config(path, dtype, device, blkdiag1.shape, blkdiag2.shape, tokens)
     if config is not None:
         return kernels().fused.fused(x, blkdiag1, blkdiag2, bias, out_features, interleaved, keep, config)
-    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, backend)
-    config = config_for("bdmm", backend, dtype, device, n_out, n_in, tokens)
+    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path)
+    config = config_for("bdmm", path, dtype, device, n_out, n_in, tokens)
     if config is not None:
         group = n_out if interleaved else 1
         return kernels().bdmm.bdmm(h, blkdiag2, bias, out_features, n_in, group, False, config), h
     if interleaved:
         z = batched.stage(h, blkdiag2, out_blocks * n_out, n_in, 1, False)
-        return interleave(z, out_blocks, n_out, out_features, bias, backend), h
+        return interleave(z, out_blocks, n_out, out_features, bias, path), h
     y = batched.stage(h, blkdiag2, out_features, n_in, 1, False)
     return (y if bias is None else y.add_(bias)), h
 
@@ -187,11 +209,11 @@ def stage(
     group_in: int,
     group_out: int,
     hidden: bool,
-    backend: str,
+    path: str,
 ) -> torch.Tensor:
-    """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on the path of `backend`."""
+    """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on `path`."""
     _, n_out, n_in = w.shape
-    config = config_for("bdmm", backend, x.dtype, x.device, n_out, n_in, x.shape[0])
+    config = config_for("bdmm", path, x.dtype, x.device, n_out, n_in, x.shape[0])
     if config is None:
         return batched.stage(x, w, out_features, group_in, group_out, hidden)
     return kernels().bdmm.bdmm(x, w, None, out_features, group_in, group_out, hidden, config)
@@ -205,10 +227,10 @@ def stage_wgrad(
     n_in: int,
     group_out: int,
     group_in: int,
-    backend: str,
+    path: str,
 ) -> torch.Tensor:
-    """Its weight gradient `(blocks, n_out, n_in)` on the path of `backend`."""
-    config = config_for("bdmm_wgrad", backend, g.dtype, g.device, n_out, n_in, g.shape[0])
+    """Its weight gradient `(blocks, n_out, n_in)` on `path`."""
+    config = config_for("bdmm_wgrad", path, g.dtype, g.device, n_out, n_in, g.shape[0])
     if config is None:
         return batched.stage_wgrad(g, a, blocks, n_out, n_in, group_out, group_in)
     return kernels().bdmm_wgrad.bdmm_wgrad(g, a, blocks, n_out, n_in, group_out, group_in, config)
@@ -220,10 +242,10 @@ def interleave(
     columns: int,
     out_features: int,
     bias: torch.Tensor | None,
-    backend: str,
+    path: str,
 ) -> torch.Tensor:
-    """Each row of `x` as a matrix `(rows, columns)`, transposed, on the path of `backend`."""
-    config = config_for("interleave", backend, x.dtype, x.device, rows, columns, x.shape[0])
+    """Each row of `x` as a matrix `(rows, columns)`, transposed, on `path`."""
+    config = config_for("interleave", path, x.dtype, x.device, rows, columns, x.shape[0])
     if config is None:
         return batched.interleave(x, rows, columns, out_features, bias)
     return kernels().interleave.interleave(x, rows, columns, out_features, bias, config)
@@ -269,6 +291,7 @@ def plan(
         Plan: `backend`, `reason`, `kernels`.
 
     Raises:
+        TypeError: something else than a layer or a shape, a dtype that no layer takes.
         RuntimeError: backend "triton" where it cannot run.
 
     Example:
@@ -276,6 +299,10 @@ def plan(
         torch: ...
 
     """
+    if not hasattr(layer_or_shape, "blkdiag1") and not isinstance(layer_or_shape, MonarchShape):
+        raise TypeError(
+            f"plan takes a MonarchLinear or a MonarchShape, not a {type(layer_or_shape).__name__}"
+        )
     if isinstance(layer_or_shape, MonarchShape):
         shape = layer_or_shape
         backend = backend or "auto"
@@ -286,19 +313,20 @@ def plan(
         backend = backend or layer_or_shape.backend
         dtype = dtype or factor.dtype
         device = torch.device(device) if device is not None else factor.device
-    if tokens != 0:
-        check_size("tokens", tokens)
-    chosen, reason = choose(backend, dtype, device.type)
-    if chosen == "reference":
-        return Plan(chosen, reason, ({"op": "einsum"}, {"op": "einsum"}))
+    if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"dtype must be a floating-point torch.dtype, but dtype={dtype!r} was given")
+    tokens = 0 if tokens == 0 else check_size("tokens", tokens)
+    path, reason = choose(backend, dtype, device.type)
+    if path == "reference":
+        return Plan(path, reason, ({"op": "einsum"}, {"op": "einsum"}))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    launches = tuple(_launches(shape, tokens, dtype, device, requested(backend)))
-    return Plan(chosen, reason, launches)
+    launches = tuple(_launches(shape, tokens, dtype, device, path))
+    return Plan("triton" if any("kernel" in each for each in launches) else "torch", reason, launches)
 
 
 def _launches(
-    shape: MonarchShape, tokens: int, dtype: torch.dtype, device: torch.device, backend: str
+    shape: MonarchShape, tokens: int, dtype: torch.dtype, device: torch.device, path: str
 ) -> Iterator[dict[str, Any]]:
     """What `linear` launches, in order."""
 
@@ -306,13 +334,13 @@ def _launches(
         tuning = kernels().tuning
         return {"kernel": name, "file": tuning.table(name, tuning.architecture(device))[0], **config}
 
-    config = fused_config(backend, dtype, device, shape.factor1, shape.factor2, tokens)
+    config = fused_config(path, dtype, device, shape.factor1, shape.factor2, tokens)
     if config is not None:
         yield kernel("fused", config)
         return
     for _, n_out, n_in in (shape.factor1, shape.factor2):
-        config = config_for("bdmm", backend, dtype, device, n_out, n_in, tokens)
+        config = config_for("bdmm", path, dtype, device, n_out, n_in, tokens)
         yield {"op": "bmm"} if config is None else kernel("bdmm", config)
     if config is None and shape.layout == "interleaved":
-        config = config_for("interleave", backend, dtype, device, shape.L, shape.S, tokens)
+        config = config_for("interleave", path, dtype, device, shape.L, shape.S, tokens)
         yield {"op": "transposing copy"} if config is None else kernel("interleave", config)

@@ -34,15 +34,14 @@ def facts() -> dict[str, str]:
     found |= _devices()
     found["shipped configs"] = str(tuning.CONFIGS)
     found["your own configs"] = str(tuning.cache_dir())
-    found["triton cache"] = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    found["triton cache"] = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
     for name in VARIABLES:
-        found[name] = os.environ.get(name, "not set")
+        found[name] = os.environ.get(name) or "not set"
     return found
 
 
 def _triton() -> str:
-    version = dispatch.triton_version()
-    return "not installed" if version is None else version
+    return dispatch.triton_state()[0]
 
 
 def _runtime() -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from monarch_rocm import dispatch, ops, reference
+from monarch_rocm import autocast, dispatch, ops, reference
 from monarch_rocm.shape import MonarchShape
 
 
@@ -38,6 +37,7 @@ def monarch_linear(
         Tensor: `(..., out_features)`, contiguous. Under autocast, in the autocast dtype.
 
     Raises:
+        TypeError: an operand that is no tensor.
         RuntimeError: a last dimension, dtype or device that does not fit, as `F.linear` raises; a
             backend "triton" that cannot run there, with the reason.
         ValueError: factors that do not fit each other, an unknown `layout` or `backend`.
@@ -47,7 +47,7 @@ def monarch_linear(
     Example:
         >>> x, w1, w2 = torch.randn(5, 12), torch.randn(3, 4, 4), torch.randn(2, 7, 6)
         >>> y = monarch_linear(x, w1, w2)
-        >>> y.shape, torch.allclose(y, x @ monarch_rocm.monarch_weight(w1, w2).T, atol=1e-5)
+        >>> y.shape, torch.allclose(y, x @ monarch_weight(w1, w2).T, atol=1e-5)
         (torch.Size([5, 14]), True)
 
     """
@@ -64,6 +64,8 @@ def monarch_linear(
             layout=layout,
             backend=backend,
         )
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(f"bias must be a torch.Tensor or None, but it is a {type(bias).__name__}")
     shape = MonarchShape.from_factors(blkdiag1.shape, blkdiag2.shape, in_features, out_features, layout)
     return apply(x, blkdiag1, blkdiag2, bias, shape, backend)
 
@@ -88,10 +90,12 @@ def apply(
             layout=shape.layout,
             backend=backend,
         )
-    dtype = ops.autocast_dtype(x.device.type)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, but it is a {type(x).__name__}")
+    dtype = autocast.active_dtype(x.device.type)
     if dtype is not None:
-        x, blkdiag1, blkdiag2 = (_autocast(t, dtype) for t in (x, blkdiag1, blkdiag2))
-        bias = None if bias is None else _autocast(bias, dtype)
+        x, blkdiag1, blkdiag2 = (autocast.cast(t, dtype) for t in (x, blkdiag1, blkdiag2))
+        bias = None if bias is None else autocast.cast(bias, dtype)
     _check(x, blkdiag1, blkdiag2, bias, shape)
     backend = dispatch.requested(backend)
     if backend == "reference":
@@ -99,34 +103,44 @@ def apply(
     return ops.monarch_linear(x, blkdiag1, blkdiag2, bias, shape, backend)
 
 
-def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Autocast leaves float64 as it is, for nn.Linear too.
-    if tensor.is_floating_point() and tensor.dtype != torch.float64:
-        return tensor.to(dtype)
-    return tensor
-
-
 def _check(x: Tensor, blkdiag1: Tensor, blkdiag2: Tensor, bias: Tensor | None, shape: MonarchShape) -> None:
-    if x.ndim == 0 or x.shape[-1] != shape.in_features:
-        raise RuntimeError(
-            f"the last dimension of x must be in_features={shape.in_features}, but x is {tuple(x.shape)}"
+    # One pass that asks each tensor once; only where something is off is it asked what.
+    dtype, device = x.dtype, x.device
+    if (
+        x.ndim
+        and x.shape[-1] == shape.in_features
+        and blkdiag1.shape == shape.factor1
+        and blkdiag2.shape == shape.factor2
+        and dtype == blkdiag1.dtype == blkdiag2.dtype
+        and device == blkdiag1.device == blkdiag2.device
+        and (dtype.is_floating_point or dtype.is_complex)
+        and (
+            bias is None
+            or (bias.shape == (shape.out_features,) and bias.dtype == dtype and bias.device == device)
         )
+    ):
+        return
+    raise RuntimeError(_complaint(x, blkdiag1, blkdiag2, bias, shape))
+
+
+def _complaint(
+    x: Tensor, blkdiag1: Tensor, blkdiag2: Tensor, bias: Tensor | None, shape: MonarchShape
+) -> str:
+    if x.ndim == 0 or x.shape[-1] != shape.in_features:
+        return f"the last dimension of x must be in_features={shape.in_features}, but x is {tuple(x.shape)}"
     if blkdiag1.shape != shape.factor1 or blkdiag2.shape != shape.factor2:
-        raise RuntimeError(
+        return (
             f"a layer {shape} has factors {shape.factor1} and {shape.factor2}, "
             f"but they are {tuple(blkdiag1.shape)} and {tuple(blkdiag2.shape)}"
         )
+    if bias is not None and bias.shape != (shape.out_features,):
+        return f"bias must be ({shape.out_features},), one number an output, but it is {tuple(bias.shape)}"
     operands = {"x": x, "blkdiag1": blkdiag1, "blkdiag2": blkdiag2}
     if bias is not None:
         operands["bias"] = bias
-        if bias.shape != (shape.out_features,):
-            raise RuntimeError(
-                f"bias must be ({shape.out_features},), one number an output, but it is {tuple(bias.shape)}"
-            )
     for what in ("dtype", "device"):
         found = {name: getattr(tensor, what) for name, tensor in operands.items()}
         if any(value != found["x"] for value in found.values()):
             listed = ", ".join(f"{name} {value}" for name, value in found.items())
-            raise RuntimeError(f"all operands must have one {what}, but they have: {listed}")
-    if not (x.is_floating_point() or x.is_complex()):
-        raise RuntimeError(f"x must be a floating-point tensor, but it is {x.dtype}")
+            return f"all operands must have one {what}, but they have: {listed}"
+    return f"x must be a floating-point tensor, but it is {x.dtype}"

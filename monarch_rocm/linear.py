@@ -141,6 +141,7 @@ class MonarchLinear(nn.Module):
             nblocks, rank, layout, backend: as in the constructor.
 
         Raises:
+            TypeError: something else than an `nn.Linear`.
             ValueError: a weight that is not finite.
 
         Example:
@@ -148,6 +149,8 @@ class MonarchLinear(nn.Module):
             2
 
         """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"from_linear takes an nn.Linear, not a {type(linear).__name__}")
         weight = linear.weight
         shape = MonarchShape(linear.in_features, linear.out_features, nblocks, rank, layout)
         if weight.is_meta:

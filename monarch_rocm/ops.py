@@ -11,7 +11,6 @@ They are plain `define`/`impl` ops behind `autograd.Function`s, since `custom_op
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from monarch_rocm import dispatch
+from monarch_rocm import autocast, dispatch
 from monarch_rocm.shape import MonarchShape
 
 _LIBRARY = torch.library.Library("monarch_rocm", "DEF")
@@ -42,28 +41,15 @@ def _impl(name: str) -> Any:
     return torch.library.impl(_LIBRARY, name, "CompositeExplicitAutograd")
 
 
-def _no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Operands have their dtype already; autocast must not change it in the products of a backend."""
-    if autocast_dtype(x.device.type) is None:
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
-
-
-@dispatch.constant
-def autocasts(device_type: str) -> bool:
-    """Whether there is autocast for that kind of device; for the meta device there is none."""
-    return torch.amp.is_autocast_available(device_type)
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast has active there, None where it is off."""
-    if autocasts(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
-
-
 def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _like(rows: Tensor, x: Tensor) -> Tensor:
+    """`rows (tokens, features)` with the leading dimensions of `x`, and no view for autograd: an
+    output that is one could not be changed in place.
+    """
+    return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])
 
 
 @_impl("linear")
@@ -77,20 +63,22 @@ def _linear(
     keep: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    lead = x.shape[:-1]
+    path = dispatch.choose(backend, x.dtype, x.device.type)[0]
     interleaved = layout == "interleaved"
-    with _no_autocast(x):
-        y, h = dispatch.linear(_rows(x), blkdiag1, blkdiag2, bias, out_features, interleaved, keep, backend)
-    return y.view(*lead, out_features), h.view(*lead, h.shape[1]) if keep else x.new_empty(*lead, 0)
+    bias = None if bias is None else bias.contiguous()
+    with autocast.off(x):
+        y, h = dispatch.linear(_rows(x), blkdiag1, blkdiag2, bias, out_features, interleaved, keep, path)
+    return _like(y, x), _like(h, x) if keep else x.new_empty(*x.shape[:-1], 0)
 
 
 @_impl("stage")
 def _stage(
     x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int, hidden: bool, backend: str
 ) -> Tensor:
-    with _no_autocast(x):
-        y = dispatch.stage(_rows(x), w, out_features, group_in, group_out, hidden, backend)
-    return y.view(*x.shape[:-1], out_features)
+    path = dispatch.choose(backend, x.dtype, x.device.type)[0]
+    with autocast.off(x):
+        y = dispatch.stage(_rows(x), w, out_features, group_in, group_out, hidden, path)
+    return _like(y, x)
 
 
 @_impl("stage_wgrad")
@@ -104,14 +92,16 @@ def _stage_wgrad(
     group_in: int,
     backend: str,
 ) -> Tensor:
-    with _no_autocast(g):
-        return dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, backend)
+    path = dispatch.choose(backend, g.dtype, g.device.type)[0]
+    with autocast.off(g):
+        return dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, path)
 
 
 @_impl("interleave")
 def _interleave(x: Tensor, rows: int, columns: int, out_features: int, backend: str) -> Tensor:
-    y = dispatch.interleave(_rows(x), rows, columns, out_features, None, backend)
-    return y.view(*x.shape[:-1], out_features)
+    path = dispatch.choose(backend, x.dtype, x.device.type)[0]
+    y = dispatch.interleave(_rows(x), rows, columns, out_features, None, path)
+    return _like(y, x)
 
 
 def _new_hidden(x: Tensor, features: int) -> Tensor:
@@ -152,13 +142,21 @@ def _vmap(name: str, leading: bool) -> None:
         if leading and all(dim is None for dim in in_dims[1:]):
             out = op(args[0].movedim(in_dims[0], 0), *args[1:])
             return out, (0, 0) if isinstance(out, tuple) else 0
+        size = info.batch_size
+
+        def sample(arg: Any, dim: int | None, i: int) -> Any:
+            if dim is None:
+                return arg
+            return arg.select(dim, i) if size else arg.new_zeros(arg.movedim(dim, 0).shape[1:])
+
+        # An empty batch takes its shapes from one sample of zeros.
         samples = [
-            op(*(a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)))
-            for i in range(info.batch_size)
+            op(*(sample(arg, dim, i) for arg, dim in zip(args, in_dims, strict=True)))
+            for i in range(max(1, size))
         ]
         if isinstance(samples[0], tuple):
-            return tuple(torch.stack(parts) for parts in zip(*samples, strict=True)), (0, 0)
-        return torch.stack(samples), 0
+            return tuple(torch.stack(parts)[:size] for parts in zip(*samples, strict=True)), (0, 0)
+        return torch.stack(samples)[:size], 0
 
     torch.library.register_vmap(f"monarch_rocm::{name}", rule, lib=_LIBRARY)
 
@@ -188,14 +186,13 @@ def _stage_wgrad_flops(g, a, blocks, n_out, n_in, *args, out_shape=None, **kwarg
     return 2 * _tokens(g) * blocks * n_out * n_in
 
 
-def _eager(*tensors: Tensor | None) -> bool:
-    """Whether nothing stands between a call and its kernels: no transform, mode, subclass or tracer."""
+def _eager() -> bool:
+    """Whether nothing stands between a call and its kernels: no transform, mode or tracer."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
         and forward_ad._current_level < 0
-        and all(t is None or type(t) in (Tensor, Parameter) for t in tensors)
     )
 
 
@@ -205,10 +202,15 @@ def _call(function: type[Function], *args: Any) -> Any:
     `Function.apply` binds its arguments by signature, and an op goes through the dispatcher: together
     they cost more than a small layer takes. Eager calls go around both, to the same `impl`.
     """
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    if not _eager(*tensors):
+    if not _eager():
         return function.apply(*args)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    needs_grad = False
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if type(arg) is not Tensor and type(arg) is not Parameter:
+                return function.apply(*args)
+            needs_grad |= arg.requires_grad
+    if needs_grad and torch.is_grad_enabled():
         return super(Function, function.Eager).apply(*args)  # type: ignore[attr-defined]
     return function.Eager.forward(*args)  # type: ignore[attr-defined]
 
@@ -345,7 +347,12 @@ def _register(name: str, function: type[Function], impl: Any) -> None:
     op = getattr(torch.ops.monarch_rocm, name)
 
     def autograd(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+        ):
+            raise NotImplementedError(f"monarch_rocm::{name} has no forward-mode derivative")
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return function.apply(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
@@ -369,6 +376,6 @@ def monarch_linear(
     backend: str,
 ) -> Tensor:
     """A whole layer on checked operands of one dtype and device."""
-    keep = torch.is_grad_enabled() or not _eager(x)
+    keep = torch.is_grad_enabled() or not _eager()
     y, _ = _call(Linear, x, blkdiag1, blkdiag2, bias, shape.out_features, shape.layout, keep, backend)
     return y  # type: ignore[no-any-return]

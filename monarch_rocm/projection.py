@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor
 
+from monarch_rocm import autocast
 from monarch_rocm.shape import MonarchShape
 
 
@@ -39,7 +40,8 @@ def project(
 
     Raises:
         TypeError: a weight that is neither floating nor complex, or a size that is no int.
-        ValueError: a weight that is not 2-D or not finite, an unknown layout, a size below 1.
+        ValueError: a weight that is not 2-D, not finite or on the meta device, an unknown layout, a
+            size below 1.
 
     Source: Dao et al., "Monarch", 2022, section 3.3 and theorem 1, there for rank 1 and K = L.
 
@@ -50,8 +52,12 @@ def project(
         True
 
     """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a torch.Tensor, but it is a {type(weight).__name__}")
+    if weight.is_meta:
+        raise ValueError("weight is on the meta device and has no values to project")
     if weight.ndim != 2:
-        raise ValueError(f"weight must be (out_features, in_features), but it is {tuple(weight.shape)}")
+        raise ValueError(f"weight must be 2-D, but it is {tuple(weight.shape)}")
     shape = MonarchShape(weight.shape[1], weight.shape[0], nblocks, rank, layout)
     return project_to(weight, shape)
 
@@ -86,7 +92,9 @@ def check_weight(weight: Tensor) -> Tensor:
     if not (weight.is_floating_point() or weight.is_complex()):
         raise TypeError(f"weight must be floating or complex, but it is {weight.dtype}")
     weight = weight.detach()
-    if weight.dtype not in (torch.float64, torch.complex64, torch.complex128):
+    if weight.is_complex():
+        weight = weight.to(torch.promote_types(weight.dtype, torch.complex64))
+    elif weight.dtype != torch.float64:
         weight = weight.float()
     if not weight.isfinite().all():
         bad = int((~weight.isfinite()).sum())
@@ -107,6 +115,7 @@ def monarch_weight(blkdiag1: Tensor, blkdiag2: Tensor, *, layout: str = "interle
 
     Raises:
         ValueError: factors that do not fit each other, an unknown layout.
+        RuntimeError: factors of different dtypes or devices.
 
     Example:
         >>> eye = torch.eye(3).expand(4, 3, 3)
@@ -115,13 +124,20 @@ def monarch_weight(blkdiag1: Tensor, blkdiag2: Tensor, *, layout: str = "interle
 
     """
     shape = MonarchShape.from_factors(blkdiag1.shape, blkdiag2.shape, layout=layout)
+    for what in ("dtype", "device"):
+        one, two = getattr(blkdiag1, what), getattr(blkdiag2, what)
+        if one != two:
+            raise RuntimeError(
+                f"the factors must have one {what}, but blkdiag1 has {one} and blkdiag2 has {two}"
+            )
     k, l, t, r, q = hidden_features(shape, blkdiag1.device)
     depth = -(-shape.Q // shape.L)  # the most hidden features that one sub-block owns
     right = blkdiag1.new_zeros(shape.L, shape.K, depth, shape.P)
     right = right.index_put((l, k, t), blkdiag1[k, q])
     left = blkdiag2.new_zeros(shape.L, shape.K, depth, shape.S)
     left = left.index_put((l, k, t), blkdiag2[l, :, r])
-    blocks = einsum(left, right, "l k t s, l k t p -> l k s p")
+    with autocast.off(left):
+        blocks = einsum(left, right, "l k t s, l k t p -> l k s p")
     order = "l k s p -> (s l) (k p)" if layout == "interleaved" else "l k s p -> (l s) (k p)"
     return rearrange(blocks, order)
 

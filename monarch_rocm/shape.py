@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,18 +67,27 @@ class MonarchShape:
         rank: int | None = None,
         layout: str = "interleaved",
     ) -> None:
-        check_size("in_features", in_features)
-        check_size("out_features", out_features)
+        in_features = check_size("in_features", in_features)
+        out_features = check_size("out_features", out_features)
         K, L = check_nblocks(nblocks)
         P, S = -(-in_features // K), -(-out_features // L)
         if rank is not None:
-            check_size("rank", rank)
-            Q = rank * L
+            Q = check_size("rank", rank) * L
         elif K == L:
             Q = min(P, S)
         else:
             Q = max(1, min(K * P, L * S) // (K * L)) * L
-        self._set(in_features, out_features, K, L, P, Q, K * Q // L, S, check_layout(layout))
+        self._set(
+            in_features=in_features,
+            out_features=out_features,
+            K=K,
+            L=L,
+            P=P,
+            Q=Q,
+            R=K * Q // L,
+            S=S,
+            layout=check_layout(layout),
+        )
         self._warn()
 
     @classmethod
@@ -118,16 +128,26 @@ class MonarchShape:
                 f"the factors do not meet: blkdiag1 {tuple(factor1)} writes K*Q = {K * Q} hidden "
                 f"features, blkdiag2 {tuple(factor2)} reads L*R = {L * R}"
             )
-        in_features = K * P if in_features is None else in_features
-        out_features = L * S if out_features is None else out_features
+        in_features = K * P if in_features is None else check_size("in_features", in_features)
+        out_features = L * S if out_features is None else check_size("out_features", out_features)
         _check_padding("in_features", in_features, K, P)
         _check_padding("out_features", out_features, L, S)
         shape = object.__new__(cls)
-        shape._set(in_features, out_features, K, L, P, Q, R, S, check_layout(layout))
+        shape._set(
+            in_features=in_features,
+            out_features=out_features,
+            K=K,
+            L=L,
+            P=P,
+            Q=Q,
+            R=R,
+            S=S,
+            layout=check_layout(layout),
+        )
         return shape
 
-    def _set(self, *values: Any) -> None:
-        for name, value in zip(self.__dataclass_fields__, values, strict=True):
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -185,12 +205,14 @@ class MonarchShape:
             )
 
 
-def check_size(name: str, value: object) -> None:
-    """Raise unless `value` is an int of at least 1."""
+def check_size(name: str, value: object) -> int:
+    """`value` as an int; raises unless it is one of at least 1."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, but {name}={value!r} was given")
-    if value < 1:  # type: ignore[operator]
+    size = operator.index(value)  # type: ignore[arg-type]
+    if size < 1:
         raise ValueError(f"{name} must be at least 1, but {name}={value!r} was given")
+    return size
 
 
 def check_nblocks(nblocks: object) -> tuple[int, int]:
@@ -198,9 +220,7 @@ def check_nblocks(nblocks: object) -> tuple[int, int]:
     pair = tuple(nblocks) if isinstance(nblocks, (tuple, list)) else (nblocks, nblocks)
     if len(pair) != 2:
         raise ValueError(f"nblocks must be an int or a pair (K, L), but nblocks={nblocks!r} was given")
-    for size in pair:
-        check_size("nblocks", size)
-    return pair
+    return check_size("nblocks", pair[0]), check_size("nblocks", pair[1])
 
 
 def check_layout(layout: object) -> str:

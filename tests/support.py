@@ -130,12 +130,11 @@ def assert_within_budget(name, got, plain, exact, depth):
 
 def svd_budget(weight):
     """Twice the error of PyTorch's own SVD of the weight, and the rounding of two factors."""
-    exact = weight.detach().double()
-    u, sigma, vh = torch.linalg.svd(weight.detach().to(max(weight.dtype, torch.float32, key=digits)))
-    plain = (u[:, : len(sigma)] * sigma).double() @ vh[: len(sigma)].double()
+    high, single = (
+        (torch.complex128, torch.complex64) if weight.is_complex() else (torch.float64, torch.float32)
+    )
+    exact = weight.detach().to(high)
+    u, sigma, vh = torch.linalg.svd(weight.detach().to(high if weight.dtype == high else single))
+    plain = (u[:, : len(sigma)] * sigma).to(high) @ vh[: len(sigma)].to(high)
     rounding = 2 * torch.finfo(weight.dtype).eps * torch.linalg.vector_norm(exact)
     return 2 * torch.linalg.vector_norm(plain - exact) + rounding
-
-
-def digits(dtype):
-    return -torch.finfo(dtype).eps

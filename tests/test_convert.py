@@ -119,6 +119,50 @@ def test_what_is_kept():
     assert seen[2:] == ["before"]
 
 
+def test_state_dict_hooks_get_the_new_layer():
+    layer = linear()
+    seen = []
+    layer.register_load_state_dict_pre_hook(lambda module, *args: seen.append(type(module)))
+    model = nn.Sequential(layer)
+    del layer
+    model, _ = monarchize(model, FULL)
+    model.load_state_dict(model.state_dict())
+    assert seen == [MonarchLinear]
+
+
+def test_attributes_that_the_new_layer_needs_are_its_own():
+    layer = linear()
+    layer.shape, layer.backend, layer.weight.no_decay = (1, 2), "mine", True
+    model, _ = monarchize(nn.Sequential(layer), FULL)
+    assert model(torch.randn(2, 32)).shape == (2, 32)
+    assert model[0].backend == "auto"
+    assert model[0].blkdiag1.no_decay
+    assert model[0].blkdiag2.no_decay
+
+
+def test_encoder_layers_without_the_usual_linears():
+    class Own(nn.TransformerEncoderLayer):
+        def __init__(self):
+            super().__init__(32, 4, 64)
+            del self.linear1, self.linear2
+            self.other = linear()
+
+    model, _ = monarchize(Own(), FULL)
+    assert type(model.other) is MonarchLinear
+
+
+def test_compiled_root_is_left_alone():
+    model = torch.compile(linear(), backend="eager")
+    model, report = monarchize(model, FULL)
+    assert report.skipped[0].reason == "it was compiled on its own"
+    assert not report.rows
+
+
+def test_model_must_be_a_module():
+    with pytest.raises(TypeError, match="list"):
+        monarchize([linear()])
+
+
 def test_meta_models_stay_on_meta():
     with torch.device("meta"):
         model = nn.Sequential(linear(), linear(bias=False))
@@ -147,8 +191,10 @@ LEFT_ALONE = {
     "a subclass": (lambda: Own(32, 32), "subclass"),
     "lazy": (lambda: nn.LazyLinear(32), "subclass"),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(linear()), "subclass"),
-    "old weight norm": (lambda: nn.utils.weight_norm(linear()), "computed from weight_g"),
-    "pruned": (lambda: prune.l1_unstructured(linear(), "weight", 3), "computed from weight_orig"),
+    "old weight norm": (lambda: nn.utils.weight_norm(linear()), "weight_g"),
+    "pruned": (lambda: prune.l1_unstructured(linear(), "weight", 3), "weight_orig"),
+    "gradient hook": (lambda: hooked(linear()), "gradient hooks"),
+    "float8": (lambda: linear().to(torch.float8_e4m3fn), "float8"),
     "own forward": (lambda: own_forward(linear()), "forward was replaced"),
     "compiled": (lambda: compiled(linear()), "compiled"),
     "empty": (lambda: nn.Linear(32, 0), "empty"),
@@ -157,6 +203,11 @@ LEFT_ALONE = {
 
 def own_forward(module):
     module.forward = lambda x: x
+    return module
+
+
+def hooked(module):
+    module.weight.register_hook(lambda grad: grad)
     return module
 
 

@@ -1,5 +1,9 @@
 """Which path runs, and that a choice is never silent."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from support import DEVICE
@@ -41,11 +45,48 @@ def test_triton_refuses_the_cpu_with_the_reason(monkeypatch):
         monarch_linear(x, w1, w2, backend="triton")
 
 
-def test_triton_that_is_missing_or_old_is_named(monkeypatch):
-    for version, said in ((None, "not installed"), ("3.2.0", "older than 3.4"), ("3.4.0+git", None)):
-        monkeypatch.setattr(dispatch, "triton_version", lambda version=version: version)
-        reason = dispatch.why_not_triton(torch.float32, "cuda")
-        assert reason is None if said is None else said in reason
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (None, "not installed"),
+        ("raise RuntimeError('no driver')", "fails to import: no driver"),
+        ("__version__ = '3.2.0'", "older than 3.4"),
+        ("__version__ = '3.4.0+git'", None),
+    ],
+)
+def test_triton_that_is_missing_broken_or_old_is_named(source, said, monkeypatch, tmp_path):
+    if source is None:
+        monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    else:
+        (tmp_path / "triton.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+    state = dispatch.triton_state.__wrapped__()
+    assert state[1] is None if said is None else said in state[1]
+    monkeypatch.setattr(dispatch, "triton_state", lambda: state)
+    assert dispatch.why_not_triton(torch.float32, "cuda") == state[1]
+
+
+@pytest.mark.parametrize("imported", ["triton", "monarch_rocm.kernels.bdmm"])
+def test_interpreter_that_was_asked_for_too_late_is_named(imported):
+    pytest.importorskip("triton")
+    code = (
+        f"import os, torch, {imported}, monarch_rocm\n"
+        "os.environ['TRITON_INTERPRET'] = '1'\n"
+        "monarch_rocm.MonarchLinear(64, 64, backend='triton')(torch.randn(3, 64))\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "set it before Python starts" in done.stderr
+
+
+def test_interpreted_bfloat16_warns(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda *args: None)
+    with pytest.warns(UserWarning, match="raw bits of bfloat16"):
+        dispatch._choose.__wrapped__("triton", torch.bfloat16, "cpu", True)
 
 
 def test_environment_replaces_auto_and_only_auto(monkeypatch):
@@ -56,6 +97,8 @@ def test_environment_replaces_auto_and_only_auto(monkeypatch):
     monkeypatch.setattr("monarch_rocm.reference.monarch_linear", lambda *args: called.append(1) or args[0])
     monarch_linear(*operands())
     assert called == [1]
+    monkeypatch.setenv("MONARCH_ROCM_BACKEND", "")
+    assert plan(SHAPE, 1, torch.float32, "cpu").backend == "torch"
     monkeypatch.setenv("MONARCH_ROCM_BACKEND", "hip")
     with pytest.raises(ValueError, match="MONARCH_ROCM_BACKEND='hip'"):
         monarch_linear(*operands())
@@ -65,6 +108,15 @@ def test_environment_replaces_auto_and_only_auto(monkeypatch):
 def test_plan_refuses_impossible_tokens(tokens):
     with pytest.raises((TypeError, ValueError), match="tokens"):
         plan(SHAPE, tokens)
+
+
+@pytest.mark.parametrize(
+    ("what", "dtype", "said"),
+    [(torch.nn.Linear(3, 3), None, "Linear"), (SHAPE, "float16", "float16"), (SHAPE, torch.int32, "int32")],
+)
+def test_plan_refuses_what_no_layer_is(what, dtype, said):
+    with pytest.raises(TypeError, match=said):
+        plan(what, 5, dtype)
 
 
 @pytest.mark.skipif(dispatch.why_not_triton(torch.float32, DEVICE) is not None, reason="no Triton")

@@ -135,3 +135,33 @@ def test_operands_that_do_not_fit_raise_with_both_sides(backend, change, said):
 def test_arguments_that_do_not_fit_raise(kwargs, said):
     with pytest.raises(ValueError, match=said):
         call(*operands(), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("position", "said"), [(0, "x must be a torch.Tensor, but it is a list"), (3, "bias .* it is a list")]
+)
+def test_what_is_no_tensor_is_named(position, said):
+    given = list(operands())
+    given[position] = [1.0]
+    with pytest.raises(TypeError, match=said):
+        call(*given)
+
+
+@pytest.mark.parametrize("size", ["10", 10.0])
+def test_sizes_must_be_ints(size):
+    with pytest.raises(TypeError, match="in_features="):
+        call(*operands(), in_features=size)
+
+
+@pytest.mark.parametrize("lead", [(6,), (2, 3), ()])
+@pytest.mark.parametrize("layout", ["interleaved", "blocked"])
+def test_output_can_be_changed_in_place(lead, layout):
+    """As that of nn.Linear can: nn.ReLU(inplace=True), residual additions."""
+    shape = make_shape((10, 33, 4, None), layout)
+    x, w1, w2, bias = make_operands(shape, torch.float64, lead)
+    found = []
+    for relu in (F.relu_, F.relu):
+        y = relu(call(x, w1, w2, bias, layout=layout))
+        found.append((y, *torch.autograd.grad(y.sum(), (x, w1, w2, bias))))
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)

@@ -120,6 +120,15 @@ def test_any_strides(how, what, path, poison):
     check(shape, (x, w1, w2, bias), grad)
 
 
+@pytest.mark.parametrize("how", ["every second", "one value"])
+def test_bias_of_any_stride(how, path):
+    shape = make_shape((60, 60, 4, 4))
+    x, w1, w2, bias = make_operands(shape, torch.float32)
+    bias = bias.detach()
+    bias = torch.stack([bias, bias], -1)[:, 0] if how == "every second" else bias[:1].expand(60)
+    check(shape, (x, w1, w2, bias.requires_grad_()), torch.randn(9, 60, device=DEVICE))
+
+
 @by_dtype
 def test_two_runs_are_equal_to_the_bit(dtype, path):
     shape = make_shape((48, 36, (2, 3), 4))

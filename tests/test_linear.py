@@ -110,6 +110,20 @@ def test_from_linear_at_full_rank_and_back(layout, dtype):
     torch.testing.assert_close(layer.double()(x), back.double()(x), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_leaves_conversions_alone(dtype):
+    layer = MonarchLinear(16, 16, nblocks=2)
+    exact = layer.to_linear()
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(layer.to_linear().weight, exact.weight)
+        assert layer.weight.dtype == torch.float32
+
+
+def test_from_linear_takes_linears_only():
+    with pytest.raises(TypeError, match="ReLU"):
+        MonarchLinear.from_linear(nn.ReLU())
+
+
 def test_from_linear_on_meta():
     layer = MonarchLinear.from_linear(nn.Linear(8, 8, device="meta").requires_grad_(False))
     assert all(p.is_meta and not p.requires_grad for p in layer.parameters())

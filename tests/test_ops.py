@@ -115,6 +115,36 @@ def test_forward_mode_raises_rather_than_answer_zero(no_grad):
             module(dual)
 
 
+def test_forward_mode_raises_for_exported_layers_too():
+    module = layer().requires_grad_(False)
+    x = torch.randn(3, 7, dtype=torch.float64, device=DEVICE)
+    exported = torch.export.export(module, (x,)).module()
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(exported, (x,), (x,))
+
+
+def test_vmap_of_grad_over_an_empty_batch():
+    module = layer()
+    params = {name: value.detach() for name, value in module.named_parameters()}
+    x = torch.randn(0, 7, dtype=torch.float64, device=DEVICE)
+
+    def loss(params, x):
+        return torch.func.functional_call(module, params, (x,)).sum()
+
+    got = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+    assert {name: g.shape for name, g in got.items()} == {n: (0, *p.shape) for n, p in params.items()}
+
+
+def test_compiled_layers_do_not_guard_on_the_environment(monkeypatch):
+    torch.compiler.reset()
+    module = torch.compile(MonarchLinear(8, 8, nblocks=2), fullgraph=True, backend="eager")
+    x = torch.randn(3, 8)
+    exact = module(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        monkeypatch.setenv("MONARCH_ROCM_BACKEND", "reference")
+        assert torch.equal(module(x), exact)
+
+
 @by_backend
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
 def test_compile_without_graph_breaks_for_any_batch(backend, autocast):

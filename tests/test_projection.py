@@ -64,9 +64,27 @@ def test_dtype_and_device_are_kept(dtype):
     assert error <= svd_budget(weight)
 
 
-def test_complex_weights():
-    weight = torch.randn(12, 8, dtype=torch.complex64)
-    torch.testing.assert_close(rebuilt(weight, 2, 4), weight)
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+def test_complex_weights(dtype):
+    weight = torch.randn(12, 8, dtype=torch.complex128).to(dtype)
+    w1, w2 = project(weight, 2, 4)
+    assert w1.dtype == w2.dtype == dtype
+    error = monarch_weight(w1.to(torch.complex128), w2.to(torch.complex128)) - weight.to(torch.complex128)
+    assert torch.linalg.vector_norm(error) <= svd_budget(weight)
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+def test_autocast_changes_nothing():
+    weight = torch.randn(16, 16)
+    exact = rebuilt(weight, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rebuilt(weight, 4, 4), exact)
+
+
+def test_factors_of_two_dtypes_are_refused():
+    w1, w2 = project(torch.randn(8, 8), 2)
+    with pytest.raises(RuntimeError, match=r"blkdiag1 has torch\.float32 and blkdiag2 has torch\.float64"):
+        monarch_weight(w1, w2.double())
 
 
 def test_large_half_precision_weights_do_not_overflow():
@@ -99,6 +117,8 @@ def test_zero_and_tiny_weights():
             "2 entries that are not finite, of 4",
         ),
         (torch.ones(2, 2, 2), 1, ValueError, r"\(2, 2, 2\)"),
+        (torch.ones(2, 2, device="meta"), 1, ValueError, "meta"),
+        ([[1.0]], 1, TypeError, "list"),
         (torch.ones(2, 2, dtype=torch.int64), 1, TypeError, "torch.int64"),
         (torch.ones(2, 2), 0, ValueError, "nblocks=0"),
     ],

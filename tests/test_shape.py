@@ -1,8 +1,11 @@
 """MonarchShape: the sizes that everything else is built on, and what it refuses."""
 
-import pytest
+import json
 
-from monarch_rocm import MonarchShape
+import pytest
+import torch
+
+from monarch_rocm import MonarchConfig, MonarchShape
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,17 @@ def test_odd_quotient_is_an_average_rank():
 def test_bad_sizes_are_refused_with_what_was_given(arguments, error, said):
     with pytest.raises(error, match=said):
         MonarchShape(**({"in_features": 8, "out_features": 8} | arguments))
+
+
+def test_sizes_become_plain_ints():
+    import numpy as np
+
+    odd = MonarchShape(np.int64(8), torch.tensor(8), np.int32(2), np.int64(1))
+    assert odd == MonarchShape(8, 8, 2, 1)
+    assert hash(odd) == hash(MonarchShape(8, 8, 2, 1))
+    assert {type(value) for value in (odd.in_features, odd.out_features, odd.K, odd.Q)} == {int}
+    config = MonarchConfig(nblocks=(np.int64(2), 4), rank=np.int64(3))
+    assert json.loads(json.dumps(config.to_dict()))["nblocks"] == [2, 4]
 
 
 def test_structural_zeros_warn_with_the_share():

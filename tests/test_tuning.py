@@ -9,6 +9,7 @@ import torch
 from monarch_rocm.kernels import tuning
 
 FILES = sorted(tuning.CONFIGS.glob("*/*.json"))
+CONFIG = {"BT": 64, "BO": 16, "BI": 16, "num_warps": 4, "num_stages": 1}
 CPU = torch.device("cpu")
 
 
@@ -26,7 +27,7 @@ def fresh():
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
 def test_shipped_tables_are_whole_and_fit_local_memory(file):
     """Operand tiles of all stages within the 64 KB of LDS that gfx90a and gfx942 have."""
-    rows = tuning._read(file)
+    rows = tuning._read(file, file.stem)
     for itemsize in (2, 4):
         for row in rows[str(itemsize)]:
             config = row["config"]
@@ -60,11 +61,16 @@ def own_table(folder, text):
 
 def test_own_table_goes_first(tmp_path, monkeypatch):
     monkeypatch.setenv("MONARCH_ROCM_CACHE_DIR", str(tmp_path))
-    last = {"max": {}, "config": {"BT": 64}, "wins": False}
-    rows = {"2": [last | {"config": {"BT": 32}}], "4": [last]}
+    last = {"max": {}, "config": CONFIG, "wins": False}
+    rows = {"2": [last | {"config": CONFIG | {"BT": 32}}], "4": [last]}
     file = own_table(tmp_path, json.dumps(rows))
     assert tuning.table("bdmm", "default")[0] == file
     assert tuning.lookup("bdmm", CPU, torch.float32, 8, 8, 8) == last
+
+
+def table(**changes):
+    row = {"max": {}, "config": CONFIG | changes, "wins": True}
+    return json.dumps({"2": [row], "4": [row]})
 
 
 @pytest.mark.parametrize(
@@ -72,11 +78,18 @@ def test_own_table_goes_first(tmp_path, monkeypatch):
     [
         '{"2": [',
         "[]",
-        '{"2": [], "4": []}',
-        '{"2": [{"max": {}}], "4": []}',
         "{}",
-        '{"2": [{"max": {}, "config": {"BT": "x"}}], "4": [{"max": {}, "config": {}}]}',
+        '{"2": [], "4": []}',
         '{"2": 3, "4": 4}',
+        '{"2": [{"max": {}}], "4": []}',
+        '{"2": [{"max": 1, "config": {}, "wins": true}], "4": [{"max": {}, "config": {}, "wins": true}]}',
+        '{"2": [{"max": {}, "config": {}, "wins": true}], "4": [{"max": {}, "config": {}, "wins": true}]}',
+        table(BI=24),
+        table(BT=0),
+        table(BO=8),
+        table(BT="64"),
+        table(num_stages=0),
+        table(PROGRAMS=4),
     ],
 )
 def test_broken_or_foreign_table_is_ignored_with_one_warning(tmp_path, monkeypatch, text):
