@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
+from monarch_rocm.kernels.launch import launch
 
 
 @triton.jit
@@ -17,7 +18,11 @@ def locate(b, o_n, BLOCKS: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
     Where GROUP divides N, `o_n` counts in memory order, so that neighbours lie in runs of
     N // GROUP; elsewhere it counts in the factor's order.
     """
-    if N % GROUP == 0:
+    if GROUP == 1:
+        return o_n, b * N + o_n
+    elif GROUP == N:
+        return o_n, o_n * BLOCKS + b
+    elif N % GROUP == 0:
         RUN: tl.constexpr = N // GROUP
         o_g = o_n // RUN
         o_r = o_n % RUN
@@ -125,26 +130,24 @@ def bdmm(
     if tokens == 0:
         return y
     tile_t, tile_o = config["BT"], config["BO"]
-    grid = (triton.cdiv(tokens, tile_t) * blocks * triton.cdiv(n_out, tile_o),)
-    with tuning.on_device(x.device):
-        bdmm_kernel[grid](
-            x,
-            w,
-            y if bias is None else bias,
-            y,
-            tokens,
-            *x.stride(),
-            *w.stride(),
-            *y.stride(),
-            IN=in_features,
-            OUT=out_features,
-            BLOCKS=blocks,
-            N_IN=n_in,
-            N_OUT=n_out,
-            GROUP_IN=group_in,
-            GROUP_OUT=group_out,
-            HAS_BIAS=bias is not None,
-            WIDE=tuning.is_wide(x, w, y),
+    programs = triton.cdiv(tokens, tile_t) * blocks * triton.cdiv(n_out, tile_o)
+    launch(
+        bdmm_kernel,
+        programs,
+        (x, w, y if bias is None else bias, y),
+        (tokens,),
+        (*x.stride(), *w.stride(), *y.stride()),
+        {
+            "IN": in_features,
+            "OUT": out_features,
+            "BLOCKS": blocks,
+            "N_IN": n_in,
+            "N_OUT": n_out,
+            "GROUP_IN": group_in,
+            "GROUP_OUT": group_out,
+            "HAS_BIAS": bias is not None,
+            "WIDE": tuning.is_wide(x, w, y),
             **config,
-        )
+        },
+    )
     return y

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.bdmm import locate
+from monarch_rocm.kernels.launch import launch
 
 
 @triton.jit(do_not_specialize=["tokens", "span"])
@@ -105,23 +106,22 @@ def bdmm_wgrad(
     span = triton.cdiv(max(1, steps), splits) * config["BT"]
     dtype = g.dtype if splits == 1 else torch.float32
     dw = torch.empty(splits, blocks, n_out, n_in, dtype=dtype, device=g.device)
-    with tuning.on_device(g.device):
-        bdmm_wgrad_kernel[(tiles * splits,)](
-            g,
-            a,
-            dw,
-            tokens,
-            span,
-            *g.stride(),
-            *a.stride(),
-            G_FEATURES=g.shape[1],
-            A_FEATURES=a.shape[1],
-            BLOCKS=blocks,
-            N_OUT=n_out,
-            N_IN=n_in,
-            GROUP_OUT=group_out,
-            GROUP_IN=group_in,
-            WIDE=tuning.is_wide(g, a, dw),
+    launch(
+        bdmm_wgrad_kernel,
+        tiles * splits,
+        (g, a, dw),
+        (tokens, span),
+        (*g.stride(), *a.stride()),
+        {
+            "G_FEATURES": g.shape[1],
+            "A_FEATURES": a.shape[1],
+            "BLOCKS": blocks,
+            "N_OUT": n_out,
+            "N_IN": n_in,
+            "GROUP_OUT": group_out,
+            "GROUP_IN": group_in,
+            "WIDE": tuning.is_wide(g, a, dw),
             **config,
-        )
+        },
+    )
     return dw[0] if splits == 1 else dw.sum(0).to(g.dtype)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
+from monarch_rocm.kernels.launch import launch
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -123,31 +124,27 @@ def fused(
     y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     h = torch.empty(blocks * n_hidden if keep else 0, tokens, dtype=x.dtype, device=x.device)
     if tokens:
-        with tuning.on_device(x.device):
-            fused_kernel[(triton.cdiv(tokens, config["BT"]),)](
-                x,
-                w1,
-                w2,
-                y if bias is None else bias,
-                y,
-                h if keep else y,
-                tokens,
-                *x.stride(),
-                *w1.stride(),
-                *w2.stride(),
-                IN=in_features,
-                OUT=out_features,
-                K=blocks,
-                L=out_blocks,
-                P=n_in,
-                S=n_out,
-                RANK=n_hidden // out_blocks,
-                INTERLEAVED=interleaved,
-                HAS_BIAS=bias is not None,
-                KEEP=keep,
-                WIDE=tuning.is_wide(x, y),
-                BP=max(16, triton.next_power_of_2(n_in)),
-                BS=max(16, triton.next_power_of_2(n_out)),
+        launch(
+            fused_kernel,
+            triton.cdiv(tokens, config["BT"]),
+            (x, w1, w2, y if bias is None else bias, y, h if keep else y),
+            (tokens,),
+            (*x.stride(), *w1.stride(), *w2.stride()),
+            {
+                "IN": in_features,
+                "OUT": out_features,
+                "K": blocks,
+                "L": out_blocks,
+                "P": n_in,
+                "S": n_out,
+                "RANK": n_hidden // out_blocks,
+                "INTERLEAVED": interleaved,
+                "HAS_BIAS": bias is not None,
+                "KEEP": keep,
+                "WIDE": tuning.is_wide(x, y),
+                "BP": max(16, triton.next_power_of_2(n_in)),
+                "BS": max(16, triton.next_power_of_2(n_out)),
                 **config,
-            )
+            },
+        )
     return y, h.t()

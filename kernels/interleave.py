@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
+from monarch_rocm.kernels.launch import launch
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -86,19 +87,20 @@ def interleave(
     if tokens == 0:
         return y
     tiles = triton.cdiv(rows, config["BR"]) * triton.cdiv(columns, config["BC"])
-    with tuning.on_device(x.device):
-        interleave_kernel[(triton.cdiv(tokens, config["BT"]) * tiles,)](
-            x,
-            y if bias is None else bias,
-            y,
-            tokens,
-            *x.stride(),
-            IN=in_features,
-            OUT=out_features,
-            ROWS=rows,
-            COLUMNS=columns,
-            HAS_BIAS=bias is not None,
-            WIDE=tuning.is_wide(x, y),
+    launch(
+        interleave_kernel,
+        triton.cdiv(tokens, config["BT"]) * tiles,
+        (x, y if bias is None else bias, y),
+        (tokens,),
+        x.stride(),
+        {
+            "IN": in_features,
+            "OUT": out_features,
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "HAS_BIAS": bias is not None,
+            "WIDE": tuning.is_wide(x, y),
             **config,
-        )
+        },
+    )
     return y

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ Table = dict[str, list[Row]]
 PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "bdmm": (("BT", "BO", "BI"), (), 16),
     "bdmm_wgrad": (("BT", "BO", "BI"), ("PROGRAMS", "MIN_STEPS"), 16),
+    "bdmv": (("BT", "BO", "BI"), (), 1),
     "fused": (("BT",), (), 16),
     "interleave": (("BT", "BR", "BC"), (), 1),
 }
@@ -125,13 +125,6 @@ def is_wide(*tensors: torch.Tensor) -> bool:
     return any(
         sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) >= 2**31 for t in tensors
     )
-
-
-def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Make `device` current for a launch: Triton launches on the current one."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)  # type: ignore[return-value]
-    return nullcontext()
 
 
 def interprets() -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "triton", "torch", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_TRITON = (3, 4)
+FEW = 16  # tokens up to which a stage may run on the kernel made for generation
 
 
 def check_backend(backend: str) -> str:
@@ -130,7 +131,7 @@ def choose(backend: str, dtype: torch.dtype, device_type: str) -> tuple[str, str
 def kernels() -> ModuleType:
     """The Triton launchers, imported on first use since importing them imports Triton."""
     from monarch_rocm import kernels as package  # type: ignore[attr-defined]
-    from monarch_rocm.kernels import bdmm, bdmm_wgrad, fused, interleave, tuning  # noqa: F401
+    from monarch_rocm.kernels import bdmm, bdmm_wgrad, bdmv, fused, interleave, tuning  # noqa: F401
 
     return package  # type: ignore[no-any-return]
 
@@ -153,6 +154,17 @@ def config_for(
     row = kernels().tuning.lookup(kernel, device, dtype, n_out, n_in, tokens)
     if row["wins"] or (path == "triton" and kernel != "fused"):
         return row["config"]
+    return None
+
+
+def _product(
+    path: str, dtype: torch.dtype, device: torch.device, n_out: int, n_in: int, tokens: int
+) -> tuple[Any, dict[str, int]] | None:
+    """The launcher of one stage and its parameters, None for a batched product."""
+    for name in ("bdmv", "bdmm") if tokens <= FEW else ("bdmm",):
+        config = config_for(name, path, dtype, device, n_out, n_in, tokens)
+        if config is not None:
+            return getattr(getattr(kernels(), name), name), config
     return None
 
 
@@ -191,10 +203,10 @@ def linear(
     if config is not None:
         return kernels().fused.fused(x, blkdiag1, blkdiag2, bias, out_features, interleaved, keep, config)
     h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path)
-    config = config_for("bdmm", path, dtype, device, n_out, n_in, tokens)
-    if config is not None:
-        group = n_out if interleaved else 1
-        return kernels().bdmm.bdmm(h, blkdiag2, bias, out_features, n_in, group, False, config), h
+    product = _product(path, dtype, device, n_out, n_in, tokens)
+    if product is not None:
+        run, config = product
+        return run(h, blkdiag2, bias, out_features, n_in, n_out if interleaved else 1, False, config), h
     if interleaved:
         z = batched.stage(h, blkdiag2, out_blocks * n_out, n_in, 1, False)
         return interleave(z, out_blocks, n_out, out_features, bias, path), h
@@ -213,10 +225,11 @@ def stage(
 ) -> torch.Tensor:
     """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on `path`."""
     _, n_out, n_in = w.shape
-    config = config_for("bdmm", path, x.dtype, x.device, n_out, n_in, x.shape[0])
-    if config is None:
+    product = _product(path, x.dtype, x.device, n_out, n_in, x.shape[0])
+    if product is None:
         return batched.stage(x, w, out_features, group_in, group_out, hidden)
-    return kernels().bdmm.bdmm(x, w, None, out_features, group_in, group_out, hidden, config)
+    run, config = product
+    return run(x, w, None, out_features, group_in, group_out, hidden, config)
 
 
 def stage_wgrad(
@@ -339,8 +352,8 @@ def _launches(
         yield kernel("fused", config)
         return
     for _, n_out, n_in in (shape.factor1, shape.factor2):
-        config = config_for("bdmm", path, dtype, device, n_out, n_in, tokens)
-        yield {"op": "bmm"} if config is None else kernel("bdmm", config)
-    if config is None and shape.layout == "interleaved":
+        product = _product(path, dtype, device, n_out, n_in, tokens)
+        yield {"op": "bmm"} if product is None else kernel(product[0].__name__, product[1])
+    if product is None and shape.layout == "interleaved":
         config = config_for("interleave", path, dtype, device, shape.L, shape.S, tokens)
         yield {"op": "transposing copy"} if config is None else kernel("interleave", config)

@@ -19,7 +19,7 @@ import json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from monarch_rocm.kernels import bdmm, bdmm_wgrad, fused, interleave, tuning
+from monarch_rocm.kernels import bdmm, bdmm_wgrad, bdmv, fused, interleave, tuning
 
 arch, itemsize = sys.argv[1], sys.argv[2]
 dtype = {"2": "bf16", "4": "fp32"}[itemsize]
@@ -61,12 +61,20 @@ def config(kernel, *sizes):
 
 for name, (blocks, n_out, n_in, group) in SHAPES.items():
     shape = dict(BLOCKS=blocks, N_IN=n_in, N_OUT=n_out, WIDE=False)
+    shape_few = dict(BLOCKS=blocks, N_IN=n_in, N_OUT=n_out, IN=blocks * n_in, OUT=blocks * n_out - 1)
+    shape_few |= dict(HAS_BIAS=True, GROUP_IN=1, GROUP_OUT=n_out)
     compile(
         bdmm.bdmm_kernel, ["x", "w", "bias", "y"],
         shape | dict(IN=blocks * n_in, OUT=blocks * n_out - 1, HAS_BIAS=True, GROUP_IN=1, GROUP_OUT=group)
         | dict(stride_x_f=1, stride_w_i=1, stride_y_f=1),
         config("bdmm", n_out, n_in, 8192), name,
     )
+    for tokens in (1, 16):
+        compile(
+            bdmv.bdmv_kernel, ["x", "w", "bias", "y"],
+            shape_few | dict(stride_x_f=1, stride_w_i=1, stride_y_f=1),
+            config("bdmv", n_out, n_in, tokens), f"{name}, {tokens} tokens",
+        )
     compile(
         bdmm_wgrad.bdmm_wgrad_kernel, ["g", "a", "dw"],
         shape | dict(G_FEATURES=blocks * n_out, A_FEATURES=blocks * n_in - 1, GROUP_OUT=group, GROUP_IN=1)
@@ -101,10 +109,11 @@ def test_kernels_compile_for_cdna_without_spills(arch, itemsize, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 10
+    assert len(rows) == 16
     for row in rows:
         assert row["spills"] == 0, row
         assert row["lds"] <= (160 if arch == "gfx950" else 64) * 1024, row
-        assert (row["mfma"] > 0) == (row["kernel"] != "interleave_kernel"), row
+        no_product = row["kernel"] == "interleave_kernel" or row["shape"].endswith(", 1 tokens")
+        assert (row["mfma"] == 0) == no_product, row
         assert row["xf32"] == 0, row
         assert row["atomics"] == 0, row
