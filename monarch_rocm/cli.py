@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
 
 import monarch_rocm
 from monarch_rocm import doctor
@@ -16,9 +21,29 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser(
         "doctor", help="print versions, devices, paths and what 'auto' picks, for a bug report"
     )
-    parser.parse_args(argv)
+    timing = commands.add_parser("bench", help="time layers against nn.Linear and others on this GPU")
+    timing.add_argument("--out", type=Path, default=Path("bench"), help="results, without the ending")
+    timing.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    timing.add_argument("--kind", choices=("forward", "train", "decode"), help="only cases of this kind")
+    timing.add_argument("--rounds", type=int, default=30, help="runs of each competitor")
+    timing.add_argument("--compiled", action="store_true", help="also torch.compile of the einsum form")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "bench":
+        return _bench(arguments)
     found = doctor.facts()
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:{width}}  {value}")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        print("monarch-rocm bench needs a ROCm or CUDA GPU, and PyTorch finds none", file=sys.stderr)
+        return 1
+    from monarch_rocm import bench
+
+    cases = [case for case in bench.CASES if arguments.kind in (None, case.kind)]
+    dtype = getattr(torch, arguments.dtype)
+    bench.bench(arguments.out, cases, dtype, arguments.rounds, arguments.compiled, Console())
     return 0
