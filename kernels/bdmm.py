@@ -120,7 +120,6 @@ def bdmm(
 
     Returns:
         Tensor: `(tokens, out_features)`, contiguous unless `hidden`.
-
     """
     tokens, in_features = x.shape
     blocks, n_out, n_in = w.shape

@@ -96,7 +96,6 @@ def bdmm_wgrad(
 
     Returns:
         Tensor: `(blocks, n_out, n_in)`, summed in float32, in the dtype of `g`.
-
     """
     tokens = g.shape[0]
     config = dict(config)

@@ -117,7 +117,6 @@ def fused(
     Returns:
         (Tensor, Tensor): `(tokens, out_features)`, contiguous, and `(tokens, K*Q)` with tokens
         contiguous, empty unless `keep`.
-
     """
     tokens, in_features = x.shape
     (blocks, n_hidden, n_in), (out_blocks, n_out, _) = w1.shape, w2.shape

@@ -80,7 +80,6 @@ def interleave(
 
     Returns:
         Tensor: `(tokens, out_features)`, contiguous.
-
     """
     tokens, in_features = x.shape
     y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)

@@ -29,7 +29,6 @@ def launch(
         programs (int): size of the grid's first axis, at least 1.
         tensors, scalars, strides (tuple): positional arguments.
         constants (dict): constexpr parameters and launch options.
-
     """
     device = tensors[0].device
     key = (

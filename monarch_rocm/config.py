@@ -32,7 +32,6 @@ class MonarchConfig:
         >>> config = MonarchConfig(nblocks=(4, 8), rank=16)
         >>> MonarchConfig.from_dict(config.to_dict()) == config
         True
-
     """
 
     nblocks: int | tuple[int, int] = 4
@@ -63,7 +62,6 @@ class MonarchConfig:
 
         Raises:
             ValueError: a key that is no field.
-
         """
         known = [field.name for field in fields(cls)]
         unknown = [key for key in values if key not in known]

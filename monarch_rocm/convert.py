@@ -64,7 +64,6 @@ def monarchize(
         >>> model, report = monarchize(model, MonarchConfig(nblocks=4))
         >>> report.params_before, report.params_after
         (33088, 10560)
-
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, but it is a {type(model).__name__}")

@@ -122,9 +122,20 @@ def choose(backend: str, dtype: torch.dtype, device_type: str) -> tuple[str, str
     Raises:
         RuntimeError: "triton" where it cannot run, with the reason.
         ValueError: an unknown backend.
-
     """
     return _choose(requested(backend), dtype, device_type, device_type == "cpu" and _interpreted())
+
+
+def path_of(backend: str, dtype: torch.dtype, device_type: str) -> str:
+    """The path of an op's `backend`, in which "auto" has taken the environment's place already.
+
+    Raises:
+        RuntimeError: "triton" where it cannot run, with the reason.
+        ValueError: "reference", which is no path of the registered ops.
+    """
+    if backend == "reference":
+        raise ValueError("the registered ops have no backend 'reference': call monarch_rocm.monarch_linear")
+    return _choose(backend, dtype, device_type, device_type == "cpu" and _interpreted())[0]
 
 
 @cache
@@ -310,7 +321,6 @@ def plan(
     Example:
         >>> print(plan(MonarchShape(512, 512), tokens=64, dtype=torch.float64, device="cpu"))
         torch: ...
-
     """
     if not hasattr(layer_or_shape, "blkdiag1") and not isinstance(layer_or_shape, MonarchShape):
         raise TypeError(

@@ -49,7 +49,6 @@ def monarch_linear(
         >>> y = monarch_linear(x, w1, w2)
         >>> y.shape, torch.allclose(y, x @ monarch_weight(w1, w2).T, atol=1e-5)
         (torch.Size([5, 14]), True)
-
     """
     if has_torch_function((x, blkdiag1, blkdiag2)):
         return handle_torch_function(  # type: ignore[no-any-return]

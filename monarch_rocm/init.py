@@ -32,7 +32,6 @@ def uniform_(blkdiag1: Tensor, blkdiag2: Tensor, bias: Tensor | None, shape: Mon
         >>> uniform_(w1, w2, None, shape)
         >>> round(float(3 * monarch_weight(w1, w2).var() * 1024), 1)
         1.0
-
     """
     fan_in1 = shape.in_features / shape.K
     for factor, fan_in in ((blkdiag1, fan_in1), (blkdiag2, _mean_paths(shape) / fan_in1)):

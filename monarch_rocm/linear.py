@@ -52,7 +52,6 @@ class MonarchLinear(nn.Module):
         torch.Size([2, 10, 3072])
         >>> sum(p.numel() for p in layer.parameters()), 768 * 3072 + 3072
         (740352, 2362368)
-
     """
 
     def __init__(
@@ -147,7 +146,6 @@ class MonarchLinear(nn.Module):
         Example:
             >>> MonarchLinear.from_linear(nn.Linear(64, 64), nblocks=4, rank=2).shape.rank
             2
-
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, not a {type(linear).__name__}")
@@ -189,7 +187,6 @@ class MonarchLinear(nn.Module):
             >>> x = torch.randn(3, 8)
             >>> torch.allclose(layer.to_linear()(x), layer(x), atol=1e-6)
             True
-
         """
         linear = nn.Linear(
             self.in_features, self.out_features, self.bias is not None, "meta", self.blkdiag1.dtype

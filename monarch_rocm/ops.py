@@ -63,7 +63,7 @@ def _linear(
     keep: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    path = dispatch.choose(backend, x.dtype, x.device.type)[0]
+    path = dispatch.path_of(backend, x.dtype, x.device.type)
     interleaved = layout == "interleaved"
     bias = None if bias is None else bias.contiguous()
     with autocast.off(x):
@@ -75,7 +75,7 @@ def _linear(
 def _stage(
     x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int, hidden: bool, backend: str
 ) -> Tensor:
-    path = dispatch.choose(backend, x.dtype, x.device.type)[0]
+    path = dispatch.path_of(backend, x.dtype, x.device.type)
     with autocast.off(x):
         y = dispatch.stage(_rows(x), w, out_features, group_in, group_out, hidden, path)
     return _like(y, x)
@@ -92,14 +92,14 @@ def _stage_wgrad(
     group_in: int,
     backend: str,
 ) -> Tensor:
-    path = dispatch.choose(backend, g.dtype, g.device.type)[0]
+    path = dispatch.path_of(backend, g.dtype, g.device.type)
     with autocast.off(g):
         return dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, path)
 
 
 @_impl("interleave")
 def _interleave(x: Tensor, rows: int, columns: int, out_features: int, backend: str) -> Tensor:
-    path = dispatch.choose(backend, x.dtype, x.device.type)[0]
+    path = dispatch.path_of(backend, x.dtype, x.device.type)
     y = dispatch.interleave(_rows(x), rows, columns, out_features, None, path)
     return _like(y, x)
 

@@ -50,7 +50,6 @@ def project(
         >>> w1, w2 = project(weight, nblocks=2, rank=4)
         >>> torch.allclose(monarch_weight(w1, w2), weight, atol=1e-5)
         True
-
     """
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a torch.Tensor, but it is a {type(weight).__name__}")
@@ -121,7 +120,6 @@ def monarch_weight(blkdiag1: Tensor, blkdiag2: Tensor, *, layout: str = "interle
         >>> eye = torch.eye(3).expand(4, 3, 3)
         >>> torch.equal(monarch_weight(eye, torch.eye(4).expand(3, 4, 4)), torch.eye(12))
         True
-
     """
     shape = MonarchShape.from_factors(blkdiag1.shape, blkdiag2.shape, layout=layout)
     for what in ("dtype", "device"):

@@ -35,7 +35,6 @@ def monarch_linear(
         >>> x, w1, w2 = torch.randn(3, 8), torch.randn(shape.factor1), torch.randn(shape.factor2)
         >>> monarch_linear(x, w1, w2, None, shape).shape
         torch.Size([3, 12])
-
     """
     x = F.pad(x, (0, shape.K * shape.P - shape.in_features))
     x = rearrange(x, "... (k p) -> ... k p", k=shape.K)

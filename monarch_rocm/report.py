@@ -22,7 +22,6 @@ class Row:
         params_before, params_after (int): numbers in the layer, bias included.
         weight_error (float): Frobenius norm of the change of the dense weight over that of the
             weight, nan where there was nothing to compare (init "random", meta device).
-
     """
 
     name: str
@@ -49,7 +48,6 @@ class MonarchReport:
         rows (list of Row): the layers that were replaced.
         skipped (list of Skipped): the linear layers that were left alone.
         params_before, params_after (int): numbers in the whole model, shared ones counted once.
-
     """
 
     rows: list[Row] = field(default_factory=list)

@@ -46,7 +46,6 @@ class MonarchShape:
         ((4, 192, 192), (4, 768, 192), 737280)
         >>> MonarchShape(768, 3072, nblocks=(4, 8), rank=16).factor1
         (4, 128, 192)
-
     """
 
     in_features: int
@@ -112,7 +111,6 @@ class MonarchShape:
         Example:
             >>> MonarchShape.from_factors((4, 6, 5), (3, 7, 8), out_features=20).R
             8
-
         """
         if len(factor1) != 3 or len(factor2) != 3:
             raise ValueError(

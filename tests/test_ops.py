@@ -137,8 +137,8 @@ def test_vmap_of_grad_over_an_empty_batch():
 
 def test_compiled_layers_do_not_guard_on_the_environment(monkeypatch):
     torch.compiler.reset()
-    module = torch.compile(MonarchLinear(8, 8, nblocks=2), fullgraph=True, backend="eager")
-    x = torch.randn(3, 8)
+    module = torch.compile(MonarchLinear(8, 8, nblocks=2, device=DEVICE), fullgraph=True, backend="eager")
+    x = torch.randn(3, 8, device=DEVICE)
     exact = module(x)
     with torch.compiler.set_stance("fail_on_recompile"):
         monkeypatch.setenv("MONARCH_ROCM_BACKEND", "reference")
@@ -287,6 +287,12 @@ def test_change_of_the_input_after_the_forward_raises():
         x.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+def test_ops_have_no_reference_backend():
+    x, w1, w2, b = (t.detach() for t in make_operands(make_shape(SHAPE), torch.float32, (2,)))
+    with pytest.raises(ValueError, match="no backend 'reference'"):
+        torch.ops.monarch_rocm.linear(x, w1, w2, b, 5, "blocked", True, "reference")
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
