@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test test-fast lint doctor clean
+.PHONY: demo test test-fast lint bench doctor clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
@@ -20,6 +20,9 @@ lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+bench: $(VENV)/dev
+	$(VENV)/bin/monarch-rocm bench --compiled --out bench
 
 doctor: $(VENV)/base
 	$(VENV)/bin/monarch-rocm doctor

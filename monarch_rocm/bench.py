@@ -30,6 +30,7 @@ from torch import Tensor
 import monarch_rocm
 from monarch_rocm import functional, reference
 from monarch_rocm.dispatch import plan, triton_state
+from monarch_rocm.kernels import tuning
 from monarch_rocm.shape import MonarchShape
 
 Run = Callable[[], Any]
@@ -174,7 +175,7 @@ def measure(runs: dict[str, Run], rounds: int, train: bool) -> dict[str, list[fl
             for name, run in runs.items():
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 flush.zero_()
-                torch.cuda._sleep(1_000_000)  # the host gets ahead meanwhile
+                torch.cuda._sleep(8_000_000 if train else 1_000_000)  # the host gets ahead meanwhile
                 begin.record()
                 run()
                 end.record()
@@ -206,11 +207,10 @@ def floor_us(case: Case, dtype: torch.dtype, bandwidth: float, rate: float) -> f
 def environment() -> dict[str, str]:
     """What a result depends on besides the code."""
     properties = torch.cuda.get_device_properties(0)
-    arch = getattr(properties, "gcnArchName", f"sm{properties.major}{properties.minor}")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": properties.name,
-        "arch": arch,
+        "arch": tuning.architecture(torch.device("cuda", 0)),
         "clocks": _clocks(),
         "torch": torch.__version__,
         "triton": triton_state()[0],

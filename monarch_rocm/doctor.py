@@ -55,7 +55,7 @@ def _devices() -> dict[str, str]:
     count = torch.cuda.device_count()
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
-        arch = getattr(properties, "gcnArchName", f"sm{properties.major}{properties.minor}")
+        arch = tuning.architecture(torch.device("cuda", index))
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
         found[f"device {index}"] = f"{properties.name}, {arch}, {memory}"
     if not count:
