@@ -16,9 +16,9 @@ except ModuleNotFoundError as _error:
 
 from monarch_rocm.config import MonarchConfig
 from monarch_rocm.convert import monarchize
-from monarch_rocm.dispatch import plan
 from monarch_rocm.functional import monarch_linear
 from monarch_rocm.linear import MonarchLinear
+from monarch_rocm.planning import plan
 from monarch_rocm.projection import monarch_weight, project
 from monarch_rocm.shape import MonarchShape
 

@@ -29,8 +29,9 @@ from torch import Tensor
 
 import monarch_rocm
 from monarch_rocm import functional, reference
-from monarch_rocm.dispatch import plan, triton_state
+from monarch_rocm.dispatch import triton_state
 from monarch_rocm.kernels import tuning
+from monarch_rocm.planning import plan
 from monarch_rocm.shape import MonarchShape
 
 Run = Callable[[], Any]

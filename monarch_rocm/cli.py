@@ -32,8 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         return _bench(arguments)
     found = doctor.facts()
     width = max(map(len, found))
-    for name, value in found.items():
-        print(f"{name:{width}}  {value}")
+    print("\n".join(f"{name:{width}}  {value}" for name, value in found.items()))
     return 0
 
 

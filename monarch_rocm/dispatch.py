@@ -5,19 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from monarch_rocm import batched
-from monarch_rocm.shape import MonarchShape, check_size
-
-if TYPE_CHECKING:
-    from monarch_rocm.linear import MonarchLinear
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -168,7 +162,7 @@ def config_for(
     return None
 
 
-def _product(
+def product_for(
     path: str, dtype: torch.dtype, device: torch.device, n_out: int, n_in: int, tokens: int
 ) -> tuple[Any, dict[str, int]] | None:
     """The launcher of one stage and its parameters, None for a batched product."""
@@ -214,7 +208,7 @@ def linear(
     if config is not None:
         return kernels().fused.fused(x, blkdiag1, blkdiag2, bias, out_features, interleaved, keep, config)
     h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path)
-    product = _product(path, dtype, device, n_out, n_in, tokens)
+    product = product_for(path, dtype, device, n_out, n_in, tokens)
     if product is not None:
         run, config = product
         return run(h, blkdiag2, bias, out_features, n_in, n_out if interleaved else 1, False, config), h
@@ -236,7 +230,7 @@ def stage(
 ) -> torch.Tensor:
     """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on `path`."""
     _, n_out, n_in = w.shape
-    product = _product(path, x.dtype, x.device, n_out, n_in, x.shape[0])
+    product = product_for(path, x.dtype, x.device, n_out, n_in, x.shape[0])
     if product is None:
         return batched.stage(x, w, out_features, group_in, group_out, hidden)
     run, config = product
@@ -273,97 +267,3 @@ def interleave(
     if config is None:
         return batched.interleave(x, rows, columns, out_features, bias)
     return kernels().interleave.interleave(x, rows, columns, out_features, bias, config)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What would run, as `plan` found it.
-
-    `kernels` has an entry a launch: for Triton the kernel, the config's file and its values.
-    """
-
-    backend: str
-    reason: str
-    kernels: tuple[dict[str, Any], ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.backend}: {self.reason}"]
-        for kernel in self.kernels:
-            lines.append("  " + ", ".join(f"{key} {value}" for key, value in kernel.items()))
-        return "\n".join(lines)
-
-
-def plan(
-    layer_or_shape: MonarchLinear | MonarchShape,
-    tokens: int,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    *,
-    backend: str | None = None,
-) -> Plan:
-    """Which path and config the forward pass would take, and why. Nothing is run.
-
-    Args:
-        layer_or_shape (MonarchLinear or MonarchShape): the layer, or its geometry alone.
-        tokens (int): rows of the input, its leading dimensions multiplied.
-        dtype (torch.dtype, optional): of input and factors. Default: the layer's, for a shape
-            `torch.get_default_dtype()`.
-        device (torch.device or str, optional): Default: the layer's, for a shape torch's default.
-        backend (str, optional): Default: the layer's, for a shape "auto".
-
-    Returns:
-        Plan: `backend`, `reason`, `kernels`.
-
-    Raises:
-        TypeError: something else than a layer or a shape, a dtype that no layer takes.
-        RuntimeError: backend "triton" where it cannot run.
-
-    Example:
-        >>> print(plan(MonarchShape(512, 512), tokens=64, dtype=torch.float64, device="cpu"))
-        torch: ...
-    """
-    if not hasattr(layer_or_shape, "blkdiag1") and not isinstance(layer_or_shape, MonarchShape):
-        raise TypeError(
-            f"plan takes a MonarchLinear or a MonarchShape, not a {type(layer_or_shape).__name__}"
-        )
-    if isinstance(layer_or_shape, MonarchShape):
-        shape = layer_or_shape
-        backend = backend or "auto"
-        dtype = dtype or torch.get_default_dtype()
-        device = torch.device(device) if device is not None else torch.get_default_device()
-    else:
-        shape, factor = layer_or_shape.shape, layer_or_shape.blkdiag1
-        backend = backend or layer_or_shape.backend
-        dtype = dtype or factor.dtype
-        device = torch.device(device) if device is not None else factor.device
-    if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"dtype must be a floating-point torch.dtype, but dtype={dtype!r} was given")
-    tokens = 0 if tokens == 0 else check_size("tokens", tokens)
-    path, reason = choose(backend, dtype, device.type)
-    if path == "reference":
-        return Plan(path, reason, ({"op": "einsum"}, {"op": "einsum"}))
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    launches = tuple(_launches(shape, tokens, dtype, device, path))
-    return Plan("triton" if any("kernel" in each for each in launches) else "torch", reason, launches)
-
-
-def _launches(
-    shape: MonarchShape, tokens: int, dtype: torch.dtype, device: torch.device, path: str
-) -> Iterator[dict[str, Any]]:
-    """What `linear` launches, in order."""
-
-    def kernel(name: str, config: dict[str, int]) -> dict[str, Any]:
-        tuning = kernels().tuning
-        return {"kernel": name, "file": tuning.table(name, tuning.architecture(device))[0], **config}
-
-    config = fused_config(path, dtype, device, shape.factor1, shape.factor2, tokens)
-    if config is not None:
-        yield kernel("fused", config)
-        return
-    for _, n_out, n_in in (shape.factor1, shape.factor2):
-        product = _product(path, dtype, device, n_out, n_in, tokens)
-        yield {"op": "bmm"} if product is None else kernel(product[0].__name__, product[1])
-    if product is None and shape.layout == "interleaved":
-        config = config_for("interleave", path, dtype, device, shape.L, shape.S, tokens)
-        yield {"op": "transposing copy"} if config is None else kernel("interleave", config)

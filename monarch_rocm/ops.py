@@ -49,6 +49,8 @@ def _like(rows: Tensor, x: Tensor) -> Tensor:
     """`rows (tokens, features)` with the leading dimensions of `x`, and no view for autograd: an
     output that is one could not be changed in place.
     """
+    if x.ndim == 2 and not rows._is_view():
+        return rows
     return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])
 
 

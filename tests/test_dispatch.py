@@ -24,6 +24,16 @@ def test_cpu_takes_batched_products_and_says_why():
     assert str(chosen).startswith("torch: ")
 
 
+def test_plan_counts_flops_and_bytes():
+    blocked = plan(MonarchShape(64, 64, 4, layout="blocked"), 10, torch.float32, "cpu")
+    assert blocked.flops == 2 * 10 * SHAPE.num_parameters
+    assert blocked.bytes == 4 * (10 * 4 * 64 + SHAPE.num_parameters)
+    assert [each["op"] for each in blocked.kernels] == ["bmm", "bmm"]
+    interleaved = plan(SHAPE, 10, torch.float32, "cpu")
+    assert interleaved.bytes == blocked.bytes + 4 * 10 * 2 * 64
+    assert plan(SHAPE, 0, torch.float32, "cpu").flops == 0
+
+
 def test_layers_bring_their_own_defaults():
     layer = MonarchLinear(64, 64, dtype=torch.float64, backend="reference")
     assert plan(layer, 1).backend == "reference"

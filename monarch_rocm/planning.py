@@ -1,0 +1,126 @@
+"""`plan`: what a forward pass would run, and why, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from monarch_rocm import dispatch
+from monarch_rocm.linear import MonarchLinear
+from monarch_rocm.shape import MonarchShape, check_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would run, as `plan` found it.
+
+    `kernels` has an entry a launch: the kernel, its config's file and values, or the op of PyTorch's,
+    and the `bytes` that it must read and write at least. `flops` and `bytes` are those of the whole
+    forward pass: counted from the shape, not measured.
+    """
+
+    backend: str
+    reason: str
+    kernels: tuple[dict[str, Any], ...]
+    flops: int
+    bytes: int
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: {self.reason}", f"  {self.flops:,} FLOPs, {self.bytes:,} bytes"]
+        for kernel in self.kernels:
+            lines.append("  " + ", ".join(f"{key} {value}" for key, value in kernel.items()))
+        return "\n".join(lines)
+
+
+def plan(
+    layer_or_shape: MonarchLinear | MonarchShape,
+    tokens: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    *,
+    backend: str | None = None,
+) -> Plan:
+    """Which path and config the forward pass would take, and why. Nothing is run.
+
+    Args:
+        layer_or_shape (MonarchLinear or MonarchShape): the layer, or its geometry alone.
+        tokens (int): rows of the input, its leading dimensions multiplied.
+        dtype (torch.dtype, optional): of input and factors. Default: the layer's, for a shape
+            `torch.get_default_dtype()`.
+        device (torch.device or str, optional): Default: the layer's, for a shape torch's default.
+        backend (str, optional): Default: the layer's, for a shape "auto".
+
+    Returns:
+        Plan: `backend`, `reason`, `kernels`, `flops`, `bytes`.
+
+    Raises:
+        TypeError: something else than a layer or a shape, a dtype that no layer takes.
+        RuntimeError: backend "triton" where it cannot run.
+
+    Example:
+        >>> print(plan(MonarchShape(512, 512), tokens=64, dtype=torch.float64, device="cpu"))
+        torch: ...
+    """
+    if not isinstance(layer_or_shape, (MonarchLinear, MonarchShape)):
+        raise TypeError(
+            f"plan takes a MonarchLinear or a MonarchShape, not a {type(layer_or_shape).__name__}"
+        )
+    if isinstance(layer_or_shape, MonarchShape):
+        shape = layer_or_shape
+        backend = backend or "auto"
+        dtype = dtype or torch.get_default_dtype()
+        device = torch.device(device) if device is not None else torch.get_default_device()
+    else:
+        shape, factor = layer_or_shape.shape, layer_or_shape.blkdiag1
+        backend = backend or layer_or_shape.backend
+        dtype = dtype or factor.dtype
+        device = torch.device(device) if device is not None else factor.device
+    if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"dtype must be a floating-point torch.dtype, but dtype={dtype!r} was given")
+    tokens = 0 if tokens == 0 else check_size("tokens", tokens)
+    path, reason = dispatch.choose(backend, dtype, device.type)
+    flops = 2 * tokens * shape.num_parameters
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    launches = tuple(_launches(shape, tokens, dtype, device, path))
+    if path != "reference":
+        path = "triton" if any("kernel" in each for each in launches) else "torch"
+    return Plan(path, reason, launches, flops, sum(each["bytes"] for each in launches))
+
+
+def _launches(
+    shape: MonarchShape, tokens: int, dtype: torch.dtype, device: torch.device, path: str
+) -> Iterator[dict[str, Any]]:
+    """What `linear` launches, in order, with the bytes that each reads and writes."""
+
+    def kernel(name: str, config: dict[str, int]) -> dict[str, Any]:
+        tuning = dispatch.kernels().tuning
+        return {"kernel": name, "file": tuning.table(name, tuning.architecture(device))[0], **config}
+
+    def moved(features: int, weights: int = 0) -> dict[str, int]:
+        return {"bytes": (tokens * features + weights) * dtype.itemsize}
+
+    hidden = shape.K * shape.Q
+    widths = (shape.in_features + hidden, hidden + shape.out_features)
+    if path != "reference":
+        config = dispatch.fused_config(path, dtype, device, shape.factor1, shape.factor2, tokens)
+        if config is not None:
+            features = shape.in_features + shape.out_features
+            yield kernel("fused", config) | moved(features, shape.num_parameters)
+            return
+    product = None
+    for (blocks, n_out, n_in), width in zip((shape.factor1, shape.factor2), widths, strict=True):
+        if path != "reference":
+            product = dispatch.product_for(path, dtype, device, n_out, n_in, tokens)
+        op = "einsum" if path == "reference" else "bmm"
+        launch = {"op": op} if product is None else kernel(product[0].__name__, product[1])
+        yield launch | moved(width, blocks * n_out * n_in)
+    if product is None and shape.layout == "interleaved":
+        config = None
+        if path != "reference":
+            config = dispatch.config_for("interleave", path, dtype, device, shape.L, shape.S, tokens)
+        launch = {"op": "transposing copy"} if config is None else kernel("interleave", config)
+        yield launch | moved(2 * shape.out_features)
