@@ -14,7 +14,7 @@ test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
 
 test-fast: $(VENV)/dev
-	$(VENV)/bin/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m "not slow"
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.bdmm import locate
 from monarch_rocm.kernels.launch import launch
 
@@ -34,6 +35,7 @@ def bdmv_kernel(
     GROUP_IN: tl.constexpr,
     GROUP_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
     BT: tl.constexpr,
     BO: tl.constexpr,
     BI: tl.constexpr,
@@ -46,6 +48,8 @@ def bdmv_kernel(
     o_o = i_o * BO + tl.arange(0, BO)
     o_row, o_y = locate(i_b, o_o, BLOCKS, N_OUT, GROUP_OUT)
     m_o = o_o < N_OUT
+    if WIDE:
+        o_t, o_row, o_y = o_t.to(tl.int64), o_row.to(tl.int64), o_y.to(tl.int64)
     w += i_b.to(tl.int64) * stride_w_b
 
     b_y = tl.zeros((BO, BT), dtype=tl.float32)
@@ -53,6 +57,8 @@ def bdmv_kernel(
         o_i = i + tl.arange(0, BI)
         o_col, o_x = locate(i_b, o_i, BLOCKS, N_IN, GROUP_IN)
         m_i = o_i < N_IN
+        if WIDE:
+            o_col, o_x = o_col.to(tl.int64), o_x.to(tl.int64)
         p_w = w + o_row[:, None] * stride_w_o + o_col[None, :] * stride_w_i
         b_w = tl.load(p_w, mask=m_o[:, None] & m_i[None, :], other=0.0)
         p_x = x + o_x[:, None] * stride_x_f + o_t[None, :] * stride_x_t
@@ -104,6 +110,7 @@ def bdmv(
             "GROUP_IN": group_in,
             "GROUP_OUT": group_out,
             "HAS_BIAS": bias is not None,
+            "WIDE": tuning.is_wide(x, w, y),
             **config,
         },
     )

@@ -54,10 +54,19 @@ def fused_kernel(
     o_l = tl.arange(0, L)[:, None, None]
 
     o_p = tl.arange(0, BP)
+    o_q = tl.arange(0, Q)[None, None, :]
+    o_s = tl.arange(0, BS)
+    if WIDE:
+        o_k, o_l, o_p, o_q, o_s = (
+            o_k.to(tl.int64),
+            o_l.to(tl.int64),
+            o_p.to(tl.int64),
+            o_q.to(tl.int64),
+            o_s.to(tl.int64),
+        )
     o_x = o_k * P + o_p[None, None, :]
     m_x = m_t & (o_p < P)[None, None, :] & (o_x < IN)
     b_x = tl.load(x + o_t[None, :, None] * stride_x_t + o_x * stride_x_f, mask=m_x, other=0.0)
-    o_q = tl.arange(0, Q)[None, None, :]
     p_1 = w1 + o_k * stride_1_b + o_q * stride_1_o + o_p[None, :, None] * stride_1_i
     b_1 = tl.load(p_1, mask=(o_p < P)[None, :, None], other=0.0)
     b_h = tl.dot(b_x, b_1, input_precision="ieee").to(w2.dtype.element_ty)
@@ -68,7 +77,6 @@ def fused_kernel(
     # Feature k*Q + t*L + l is number k*RANK + t of block l.
     b_h = tl.permute(tl.reshape(b_h, (K, BT, RANK, L)), (3, 1, 0, 2))
     b_h = tl.reshape(b_h, (L, BT, R))
-    o_s = tl.arange(0, BS)
     o_r = tl.arange(0, R)[None, :, None]
     p_2 = w2 + o_l * stride_2_b + o_s[None, None, :] * stride_2_o + o_r * stride_2_i
     b_2 = tl.load(p_2, mask=(o_s < S)[None, None, :], other=0.0)
@@ -140,7 +148,7 @@ def fused(
                 "INTERLEAVED": interleaved,
                 "HAS_BIAS": bias is not None,
                 "KEEP": keep,
-                "WIDE": tuning.is_wide(x, y),
+                "WIDE": tuning.is_wide(x, w1, w2, y),
                 "BP": max(16, triton.next_power_of_2(n_in)),
                 "BS": max(16, triton.next_power_of_2(n_out)),
                 **config,

@@ -34,9 +34,9 @@ def launch(
     key = (
         kernel,
         device,
-        strides,
-        *constants.values(),
-        *[(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors],
+        *[(stride == 1, stride % 16 == 0, stride < 2**31) for stride in strides],
+        *constants.items(),
+        *map(_traits, tensors),
     )
     # Triton launches on the current device, whatever device the tensors are on.
     guard = device.type == "cuda" and device.index != torch.cuda.current_device()
@@ -51,3 +51,9 @@ def launch(
         else:
             compiled, values = found
             compiled[(programs, 1, 1)](*tensors, *scalars, *strides, *values)
+
+
+def _traits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What Triton specialises on in a tensor: on AMD also whether 32 bits address its storage."""
+    small = torch.version.hip is None or tensor.untyped_storage().nbytes() < 2**31
+    return tensor.dtype, tensor.data_ptr() % 16 == 0, small

@@ -28,7 +28,7 @@ def stage(x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int
     if not hidden:
         y = x.new_empty(tokens, blocks, n_out)
         torch.bmm(a, w.mT, out=y.transpose(0, 1))
-        return y.view(tokens, blocks * n_out)[:, :out_features].contiguous()
+        return _cut(y.view(tokens, blocks * n_out), out_features)
     y = x.new_empty(out_features, tokens)
     if group_out == 1:
         torch.bmm(w, a.mT, out=y.view(blocks, n_out, tokens))
@@ -60,10 +60,17 @@ def interleave(x: Tensor, rows: int, columns: int, out_features: int, bias: Tens
     if x.shape[1] != padded:
         x = F.pad(x, (0, padded - x.shape[1]))
     x = x.unflatten(1, (rows, columns)).transpose(1, 2)
+    # Into a tensor of its own, also where the transpose moves nothing: an op must not return its input.
+    y = x.new_empty(x.shape)
     if bias is None:
-        y = x.contiguous()
+        y.copy_(x)
     else:
         if padded != out_features:
             bias = F.pad(bias, (0, padded - out_features))
-        y = torch.add(x, bias.view(columns, rows), out=x.new_empty(x.shape))
-    return y.view(-1, padded)[:, :out_features].contiguous()
+        torch.add(x, bias.view(columns, rows), out=y)
+    return _cut(y.view(-1, padded), out_features)
+
+
+def _cut(y: Tensor, features: int) -> Tensor:
+    """The first features of each row, contiguous."""
+    return y if y.shape[1] == features else y[:, :features].clone(memory_format=torch.contiguous_format)

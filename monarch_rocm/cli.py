@@ -42,6 +42,9 @@ def _bench(arguments: argparse.Namespace) -> int:
         return 1
     from monarch_rocm import bench
 
+    if arguments.rounds < 2:
+        print(f"--rounds must be at least 2, but {arguments.rounds} was given", file=sys.stderr)
+        return 2
     cases = [case for case in bench.CASES if arguments.kind in (None, case.kind)]
     dtype = getattr(torch, arguments.dtype)
     bench.bench(arguments.out, cases, dtype, arguments.rounds, arguments.compiled, Console())

@@ -194,6 +194,7 @@ def _eager() -> bool:
         not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_tracing()
         and forward_ad._current_level < 0
     )
 

@@ -58,7 +58,7 @@ def plan(
 
     Raises:
         TypeError: something else than a layer or a shape, a dtype that no layer takes.
-        RuntimeError: backend "triton" where it cannot run.
+        RuntimeError: backend "triton" where it cannot run; a GPU that is not there.
 
     Example:
         >>> print(plan(MonarchShape(512, 512), tokens=64, dtype=torch.float64, device="cpu"))
@@ -83,7 +83,11 @@ def plan(
     tokens = 0 if tokens == 0 else check_size("tokens", tokens)
     path, reason = dispatch.choose(backend, dtype, device.type)
     flops = 2 * tokens * shape.num_parameters
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and path != "torch" and not torch.cuda.is_available():
+        raise RuntimeError(
+            "plan looks up the configs of the GPU at hand, and PyTorch finds no ROCm or CUDA GPU"
+        )
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     launches = tuple(_launches(shape, tokens, dtype, device, path))
     if path != "reference":

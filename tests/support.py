@@ -48,7 +48,7 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 
 
 def dense_weight(blkdiag1, blkdiag2, layout):
-    """DESIGN section 2 written as loops over hidden features, sharing nothing with the package."""
+    """The maths of the README written as loops over hidden features, sharing nothing with the package."""
     blocks_in, width, n_in = blkdiag1.shape
     blocks_out, n_out, _ = blkdiag2.shape
     weight = blkdiag1.new_zeros(blocks_out * n_out, blocks_in * n_in)

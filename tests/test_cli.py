@@ -35,6 +35,12 @@ def test_module_runs_as_a_command():
     assert done.stdout.startswith("monarch-rocm")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_without_a_gpu_says_so(capsys):
+    assert cli.main(["bench"]) == 1
+    assert "needs a ROCm or CUDA GPU" in capsys.readouterr().err
+
+
 def test_unknown_commands_are_refused():
     with pytest.raises(SystemExit) as exit:
         cli.main(["nonsense"])

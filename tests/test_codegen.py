@@ -62,7 +62,7 @@ def config(kernel, *sizes):
 for name, (blocks, n_out, n_in, group) in SHAPES.items():
     shape = dict(BLOCKS=blocks, N_IN=n_in, N_OUT=n_out, WIDE=False)
     shape_few = dict(BLOCKS=blocks, N_IN=n_in, N_OUT=n_out, IN=blocks * n_in, OUT=blocks * n_out - 1)
-    shape_few |= dict(HAS_BIAS=True, GROUP_IN=1, GROUP_OUT=n_out)
+    shape_few |= dict(HAS_BIAS=True, WIDE=False, GROUP_IN=1, GROUP_OUT=n_out)
     compile(
         bdmm.bdmm_kernel, ["x", "w", "bias", "y"],
         shape | dict(IN=blocks * n_in, OUT=blocks * n_out - 1, HAS_BIAS=True, GROUP_IN=1, GROUP_OUT=group)

@@ -24,6 +24,13 @@ def test_cpu_takes_batched_products_and_says_why():
     assert str(chosen).startswith("torch: ")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_plan_of_a_gpu_that_is_not_there():
+    pytest.importorskip("triton")
+    with pytest.raises(RuntimeError, match="no ROCm or CUDA GPU"):
+        plan(SHAPE, 8192, torch.bfloat16, "cuda")
+
+
 def test_plan_counts_flops_and_bytes():
     blocked = plan(MonarchShape(64, 64, 4, layout="blocked"), 10, torch.float32, "cpu")
     assert blocked.flops == 2 * 10 * SHAPE.num_parameters

@@ -20,9 +20,9 @@ from support import (
 triton = pytest.importorskip("triton")
 bdmm_wgrad = pytest.importorskip("monarch_rocm.kernels.bdmm_wgrad")
 from monarch_rocm import batched, dispatch, monarch_linear  # noqa: E402
-from monarch_rocm.kernels import tuning  # noqa: E402
+from monarch_rocm.kernels import launch, tuning  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:a Monarch layer")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:a Monarch layer")]
 PATHS = ["staged", "batched", "fused", "few"]
 FUSED = {"BT": 16, "num_warps": 4, "num_stages": 1}
 NAMES = ("y", "dx", "dblkdiag1", "dblkdiag2", "dbias")
@@ -164,6 +164,49 @@ def test_offsets_widen_only_past_31_bits():
     assert not tuning.is_wide(narrow)
     assert tuning.is_wide(narrow, torch.empty(2**16 + 1, 2**15, device="meta"))
     assert not tuning.is_wide(torch.empty(1, 8, device="meta").expand(2**40, 8))
+
+
+@pytest.mark.parametrize("along", ["tokens", "features"])
+def test_strides_past_31_bits(along, path):
+    """A view whose numbers lie further apart than 32-bit offsets reach; untouched pages cost nothing."""
+    if DEVICE == "cuda" and torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    shape = make_shape((16, 16, 1, 16))
+    x, w1, w2, bias = (t.detach() for t in make_operands(shape, torch.float16, (16,)))
+    far = torch.empty(15 * 2**28 + 2**10, dtype=torch.float16, device=DEVICE)
+    size = (2**28, 1) if along == "tokens" else (1, 2**28)
+    spread = far.as_strided((16, 16), size).copy_(x)
+    got = monarch_linear(spread, w1, w2, bias, backend="triton")
+    assert torch.equal(got, monarch_linear(x, w1, w2, bias, backend="triton"))
+
+
+class Recorder:
+    """Stands in for a compiled kernel, and for the function that compiles it."""
+
+    arg_names = ("x", "tokens", "stride", "BT", "BO")
+
+    def __init__(self):
+        self.compilations = 0
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            self.compilations += bool(constants)
+            return self
+
+        return run
+
+
+def test_launches_share_what_triton_would_share():
+    """A compiled kernel serves all strides of a kind, and no constants under other names."""
+    kernel, x = Recorder(), torch.zeros(64)
+
+    def go(stride, **constants):
+        launch.launch(kernel, 1, (x,), (5,), (stride,), constants)
+        return kernel.compilations
+
+    assert [go(stride, BT=16, BO=32) for stride in (48, 160, 1, 7, 9, 2**32)] == [1, 1, 2, 3, 3, 4]
+    assert go(48, BO=16, BT=32) == 5
+    assert go(48, BT=16, BO=32) == 5
 
 
 @pytest.mark.gpu

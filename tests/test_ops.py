@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -68,7 +69,10 @@ def test_opcheck(backend, layout):
     torch.library.opcheck(registered.stage, (x, w1, hidden, 1, 1, False, backend))
     h = torch.randn(2, 3, hidden, device=DEVICE)
     torch.library.opcheck(registered.stage_wgrad, (h, x, *shape.factor1, 1, 1, backend))
-    torch.library.opcheck(registered.interleave, (x, 2, 4, 7, backend))
+    for matrix in ((2, 4, 7), (1, 7, 7), (7, 1, 7), (4, 2, 8)):
+        torch.library.opcheck(registered.interleave, (x, *matrix, backend))
+        torch.library.opcheck(registered.interleave, (x[:0], *matrix, backend))
+    torch.library.opcheck(registered.linear, (x[:0], w1, w2, b, 5, layout, True, backend))
 
 
 @by_backend
@@ -178,6 +182,53 @@ def test_compile_with_inductor():
     (got,) = torch.autograd.grad(y.sum(), x)
     (exact,) = torch.autograd.grad(model(x).sum(), x)
     torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize(("widths", "nblocks"), [((12, 12, 12), 1), ((12, 4, 12), 4), ((12, 12, 12), 2)])
+def test_ops_return_tensors_of_their_own(widths, nblocks):
+    """Also where interleaving moves nothing: a compiler may write over an op's input afterwards."""
+    x = torch.randn(4, 12, device=DEVICE)
+    for rows, columns in ((1, 12), (12, 1), (3, 4)):
+        y = torch.ops.monarch_rocm.interleave(x, rows, columns, 12, "torch")
+        assert y.data_ptr() != x.data_ptr()
+    layers = [MonarchLinear(a, b, nblocks=nblocks, device=DEVICE) for a, b in itertools.pairwise(widths)]
+    model = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1])
+    grad = torch.randn(4, 12, device=DEVICE)
+    kept = grad.clone()
+    (dx,) = torch.autograd.grad(model(x.requires_grad_()), x, grad)
+    dx.mul_(5)
+    assert torch.equal(grad, kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("widths", "nblocks"), [((12, 12, 12), 1), ((12, 4, 12), 4), ((12, 12, 12), 2)])
+def test_gradients_compiled_with_inductor(widths, nblocks):
+    layers = [
+        MonarchLinear(a, b, nblocks=nblocks, device=DEVICE, backend="torch")
+        for a, b in itertools.pairwise(widths)
+    ]
+    model = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1])
+    x = torch.randn(64, 12, device=DEVICE)
+
+    def gradients(f):
+        return torch.autograd.grad((f(x).sin() ** 2).sum(), list(model.parameters()))
+
+    torch.compiler.reset()
+    try:
+        got = gradients(torch.compile(model))
+    except torch._inductor.exc.InductorError as error:
+        pytest.skip(f"no compiler for Inductor: {error}")
+    for one, two in zip(got, gradients(model), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trace_of_a_frozen_layer_takes_any_batch():
+    module = layer().eval().requires_grad_(False)
+    x = torch.randn(5, 7, dtype=torch.float64, device=DEVICE)
+    with torch.no_grad():
+        traced = torch.jit.trace(module, x[:3], check_trace=False)
+        assert torch.equal(traced(x), module(x))
 
 
 @by_backend
