@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.launch import launch
+from monarch_rocm.kernels.launch import cdiv, launch
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def bdmm(
     if tokens == 0:
         return y
     tile_t, tile_o = config["BT"], config["BO"]
-    programs = triton.cdiv(tokens, tile_t) * blocks * triton.cdiv(n_out, tile_o)
+    programs = cdiv(tokens, tile_t) * blocks * cdiv(n_out, tile_o)
     launch(
         bdmm_kernel,
         programs,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.bdmm import locate
-from monarch_rocm.kernels.launch import launch
+from monarch_rocm.kernels.launch import cdiv, launch
 
 
 @triton.jit(do_not_specialize=["tokens", "span"])
@@ -99,10 +99,10 @@ def bdmm_wgrad(
     """
     tokens = g.shape[0]
     config = dict(config)
-    tiles = blocks * triton.cdiv(n_out, config["BO"]) * triton.cdiv(n_in, config["BI"])
-    steps = triton.cdiv(tokens, config["BT"])
+    tiles = blocks * cdiv(n_out, config["BO"]) * cdiv(n_in, config["BI"])
+    steps = cdiv(tokens, config["BT"])
     splits = min(max(1, config.pop("PROGRAMS") // tiles), max(1, steps // config.pop("MIN_STEPS")))
-    span = triton.cdiv(max(1, steps), splits) * config["BT"]
+    span = cdiv(max(1, steps), splits) * config["BT"]
     dtype = g.dtype if splits == 1 else torch.float32
     dw = torch.empty(splits, blocks, n_out, n_in, dtype=dtype, device=g.device)
     launch(

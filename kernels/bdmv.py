@@ -10,7 +10,7 @@ import triton.language as tl
 
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.bdmm import locate
-from monarch_rocm.kernels.launch import launch
+from monarch_rocm.kernels.launch import cdiv, launch
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -97,7 +97,7 @@ def bdmv(
         return y
     launch(
         bdmv_kernel,
-        blocks * triton.cdiv(n_out, config["BO"]),
+        blocks * cdiv(n_out, config["BO"]),
         (x, w, y if bias is None else bias, y),
         (tokens,),
         (*x.stride(), *w.stride(), *y.stride()),

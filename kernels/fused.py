@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.launch import launch
+from monarch_rocm.kernels.launch import cdiv, launch
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -133,7 +133,7 @@ def fused(
     if tokens:
         launch(
             fused_kernel,
-            triton.cdiv(tokens, config["BT"]),
+            cdiv(tokens, config["BT"]),
             (x, w1, w2, y if bias is None else bias, y, h if keep else y),
             (tokens,),
             (*x.stride(), *w1.stride(), *w2.stride()),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.launch import launch
+from monarch_rocm.kernels.launch import cdiv, launch
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -85,10 +85,10 @@ def interleave(
     y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y
-    tiles = triton.cdiv(rows, config["BR"]) * triton.cdiv(columns, config["BC"])
+    tiles = cdiv(rows, config["BR"]) * cdiv(columns, config["BC"])
     launch(
         interleave_kernel,
-        triton.cdiv(tokens, config["BT"]) * tiles,
+        cdiv(tokens, config["BT"]) * tiles,
         (x, y if bias is None else bias, y),
         (tokens,),
         x.stride(),

@@ -122,9 +122,13 @@ def lookup(kernel: str, device: torch.device, dtype: torch.dtype, n_out: int, n_
 
 def is_wide(*tensors: torch.Tensor) -> bool:
     """Whether an offset into one of the tensors can pass 2**31."""
-    return any(
-        sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) >= 2**31 for t in tensors
-    )
+    for tensor in tensors:
+        # No view reaches past its storage, so that most need no look at their strides.
+        if tensor.untyped_storage().nbytes() >= 2**31:
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            if sum((size - 1) * stride for size, stride in steps) >= 2**31:
+                return True
+    return False
 
 
 def interprets() -> bool:
