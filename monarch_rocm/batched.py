@@ -15,12 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ALIGNMENT = 8  # numbers: 16 bytes in half precision, which fast products ask of a row
 
-def stage(x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int, hidden: bool) -> Tensor:
+
+def stage(
+    x: Tensor,
+    w: Tensor,
+    out_features: int,
+    group_in: int,
+    group_out: int,
+    hidden: bool,
+    aligned: bool = False,
+) -> Tensor:
     """Block-diagonal product `(tokens, in) -> (tokens, out_features)`, `w` of shape `(blocks, out, in)`.
 
     With `hidden`, the output has tokens contiguous, strides `(1, tokens)`; else features, and then
-    `group_out` must be 1.
+    `group_out` must be 1. With `aligned`, the tokens of a hidden feature are padded in memory to a
+    multiple of `ALIGNMENT`, so that no number of them sends the next product to its slow path.
     """
     blocks, n_out, n_in = w.shape
     tokens = x.shape[0]
@@ -29,11 +40,14 @@ def stage(x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int
         y = x.new_empty(tokens, blocks, n_out)
         torch.bmm(a, w.mT, out=y.transpose(0, 1))
         return _cut(y.view(tokens, blocks * n_out), out_features)
-    y = x.new_empty(out_features, tokens)
+    row = tokens
+    if aligned and tokens > 1:
+        row = -(-tokens // ALIGNMENT) * ALIGNMENT
+    y = x.new_empty(out_features, row)[:, :tokens]
     if group_out == 1:
-        torch.bmm(w, a.mT, out=y.view(blocks, n_out, tokens))
+        torch.bmm(w, a.mT, out=y.unflatten(0, (blocks, n_out)))
     else:
-        torch.bmm(a, w.mT, out=y.view(n_out, blocks, tokens).permute(1, 2, 0))
+        torch.bmm(a, w.mT, out=y.unflatten(0, (n_out, blocks)).permute(1, 2, 0))
     return y.t()
 
 

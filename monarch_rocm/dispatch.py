@@ -207,16 +207,19 @@ def linear(
     config = fused_config(path, dtype, device, blkdiag1.shape, blkdiag2.shape, tokens)
     if config is not None:
         return kernels().fused.fused(x, blkdiag1, blkdiag2, bias, out_features, interleaved, keep, config)
-    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path)
+    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path, aligned=True)
     product = product_for(path, dtype, device, n_out, n_in, tokens)
     if product is not None:
         run, config = product
-        return run(h, blkdiag2, bias, out_features, n_in, n_out if interleaved else 1, False, config), h
-    if interleaved:
+        y = run(h, blkdiag2, bias, out_features, n_in, n_out if interleaved else 1, False, config)
+    elif interleaved:
         z = batched.stage(h, blkdiag2, out_blocks * n_out, n_in, 1, False)
-        return interleave(z, out_blocks, n_out, out_features, bias, path), h
-    y = batched.stage(h, blkdiag2, out_features, n_in, 1, False)
-    return (y if bias is None else y.add_(bias)), h
+        y = interleave(z, out_blocks, n_out, out_features, bias, path)
+    else:
+        y = batched.stage(h, blkdiag2, out_features, n_in, 1, False)
+        y = y if bias is None else y.add_(bias)
+    # What autograd keeps is not padded: its strides must be known from the shape alone.
+    return y, (h.t().contiguous().t() if keep else h)
 
 
 def stage(
@@ -227,12 +230,13 @@ def stage(
     group_out: int,
     hidden: bool,
     path: str,
+    aligned: bool = False,
 ) -> torch.Tensor:
     """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on `path`."""
     _, n_out, n_in = w.shape
     product = product_for(path, x.dtype, x.device, n_out, n_in, x.shape[0])
     if product is None:
-        return batched.stage(x, w, out_features, group_in, group_out, hidden)
+        return batched.stage(x, w, out_features, group_in, group_out, hidden, aligned)
     run, config = product
     return run(x, w, None, out_features, group_in, group_out, hidden, config)
 

@@ -165,3 +165,13 @@ def test_output_can_be_changed_in_place(lead, layout):
         found.append((y, *torch.autograd.grad(y.sum(), (x, w1, w2, bias))))
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9])
+@pytest.mark.parametrize("keep", [True, False])
+def test_hidden_features_are_padded_inside_and_kept_dense(tokens, keep):
+    x, w1, w2, bias = (t.detach() for t in operands(lead=(tokens,)))
+    y, h = torch.ops.monarch_rocm.linear(x, w1, w2, bias, 33, "interleaved", keep, "torch")
+    torch.testing.assert_close(y, F.linear(x, dense_weight(w1, w2, "interleaved")[:33, :10], bias))
+    assert h.shape == (tokens, 12 if keep else 0)
+    assert not keep or h.t().is_contiguous()
