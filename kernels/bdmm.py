@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.launch import cdiv, launch
 
@@ -115,7 +116,7 @@ def bdmm(
         bias (Tensor, optional): `(out_features,)`, contiguous, added before rounding.
         out_features (int): features that are kept, at most `blocks * n_out`.
         group_in, group_out (int): the index maps' groups.
-        hidden (bool): store the output with tokens contiguous.
+        hidden (bool): the output is hidden features, which lie as `new_hidden` says.
         config (dict): launch parameters.
 
     Returns:
@@ -123,9 +124,10 @@ def bdmm(
     """
     tokens, in_features = x.shape
     blocks, n_out, n_in = w.shape
-    size = (out_features, tokens) if hidden else (tokens, out_features)
-    y = torch.empty(size, dtype=x.dtype, device=x.device)
-    y = y.t() if hidden else y
+    if hidden:
+        y = new_hidden(x, (tokens,), out_features)
+    else:
+        y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y
     tile_t, tile_o = config["BT"], config["BO"]

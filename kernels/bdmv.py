@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.bdmm import locate
 from monarch_rocm.kernels.launch import cdiv, launch
@@ -90,7 +91,7 @@ def bdmv(
     tokens, in_features = x.shape
     blocks, n_out, n_in = w.shape
     if hidden:
-        y = torch.empty(out_features, tokens, dtype=x.dtype, device=x.device).t()
+        y = new_hidden(x, (tokens,), out_features)
     else:
         y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.launch import cdiv, launch
 
@@ -29,6 +30,8 @@ def fused_kernel(
     stride_2_b,
     stride_2_o,
     stride_2_i,
+    stride_h_t,
+    stride_h_f,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     K: tl.constexpr,
@@ -71,7 +74,7 @@ def fused_kernel(
     b_1 = tl.load(p_1, mask=(o_p < P)[None, :, None], other=0.0)
     b_h = tl.dot(b_x, b_1, input_precision="ieee").to(w2.dtype.element_ty)
     if KEEP:
-        p_h = h + (o_k * Q + o_q).to(tl.int64) * tokens + o_t[None, :, None]
+        p_h = h + (o_k * Q + o_q).to(tl.int64) * stride_h_f + o_t[None, :, None] * stride_h_t
         tl.store(p_h, b_h, mask=m_t)
 
     # Feature k*Q + t*L + l is number k*RANK + t of block l.
@@ -123,20 +126,20 @@ def fused(
         config (dict): launch parameters.
 
     Returns:
-        (Tensor, Tensor): `(tokens, out_features)`, contiguous, and `(tokens, K*Q)` with tokens
-        contiguous, empty unless `keep`.
+        (Tensor, Tensor): `(tokens, out_features)`, contiguous, and `(tokens, K*Q)` as `new_hidden`
+        says, empty unless `keep`.
     """
     tokens, in_features = x.shape
     (blocks, n_hidden, n_in), (out_blocks, n_out, _) = w1.shape, w2.shape
     y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
-    h = torch.empty(blocks * n_hidden if keep else 0, tokens, dtype=x.dtype, device=x.device)
+    h = new_hidden(x, (tokens,), blocks * n_hidden if keep else 0)
     if tokens:
         launch(
             fused_kernel,
             cdiv(tokens, config["BT"]),
             (x, w1, w2, y if bias is None else bias, y, h if keep else y),
             (tokens,),
-            (*x.stride(), *w1.stride(), *w2.stride()),
+            (*x.stride(), *w1.stride(), *w2.stride(), *h.stride()),
             {
                 "IN": in_features,
                 "OUT": out_features,
@@ -154,4 +157,4 @@ def fused(
                 **config,
             },
         )
-    return y, h.t()
+    return y, h

@@ -1,9 +1,9 @@
 """Batched matrix products: all of the `torch` backend, and a part of what runs on a GPU.
 
-Permutations cost more than products here, so as few as possible are done. Hidden features are kept
-in plain order with tokens contiguous, `(features, tokens)` in memory: both stages, both input
-gradients and both weight gradients can then read and write them as strided matrices. The one pass
-left is between the blocked and the interleaved order of outputs, within each row.
+Permutations cost more than products on a GPU, so as few as possible are done. Hidden features are
+kept in plain order with tokens contiguous (`new_hidden`): both stages, both input gradients and both
+weight gradients can then read and write them as strided matrices. The one pass left is between the
+blocked and the interleaved order of outputs, within each row.
 
 A stage's features lie in memory by the index map of `kernels/README.md`. Only two groups can be read
 or written by a product: 1 (block by block), and for hidden features the block size.
@@ -25,23 +25,27 @@ def stage(
     group_in: int,
     group_out: int,
     hidden: bool,
-    aligned: bool = False,
+    inside: bool = False,
 ) -> Tensor:
     """Block-diagonal product `(tokens, in) -> (tokens, out_features)`, `w` of shape `(blocks, out, in)`.
 
-    With `hidden`, the output has tokens contiguous, strides `(1, tokens)`; else features, and then
-    `group_out` must be 1. With `aligned`, the tokens of a hidden feature are padded in memory to a
-    multiple of `ALIGNMENT`, so that no number of them sends the next product to its slow path.
+    With `hidden`, the output lies as `new_hidden` says; else features are contiguous, and then
+    `group_out` must be 1. With `inside`, hidden features go straight into the next product and lie as
+    suits that best: on the CPU with features contiguous, whose library multiplies plain rows so much
+    faster that a copy costs less; elsewhere with the tokens of a feature padded to a multiple of
+    `ALIGNMENT`, so that no number of them sends the product to its slow path.
     """
     blocks, n_out, n_in = w.shape
     tokens = x.shape[0]
     a = split(x, blocks, n_in, group_in)
-    if not hidden:
+    if not hidden or (inside and x.device.type == "cpu"):
         y = x.new_empty(tokens, blocks, n_out)
         torch.bmm(a, w.mT, out=y.transpose(0, 1))
+        if group_out != 1:
+            y = y.transpose(1, 2).contiguous()
         return _cut(y.view(tokens, blocks * n_out), out_features)
     row = tokens
-    if aligned and tokens > 1:
+    if inside and tokens > 1:
         row = -(-tokens // ALIGNMENT) * ALIGNMENT
     y = x.new_empty(out_features, row)[:, :tokens]
     if group_out == 1:
@@ -60,12 +64,15 @@ def stage_wgrad(
 
 
 def split(x: Tensor, blocks: int, size: int, group: int) -> Tensor:
-    """`(tokens, features)` as `(blocks, tokens, size)`, a view unless it must be padded."""
+    """`(tokens, features)` as `(blocks, tokens, size)`, a view wherever a product can read one."""
     if x.shape[1] != blocks * size:
         x = F.pad(x, (0, blocks * size - x.shape[1]))
     if group == 1:
         return x.unflatten(1, (blocks, size)).transpose(0, 1)
-    return x.unflatten(1, (size, blocks)).permute(2, 0, 1)
+    x = x.unflatten(1, (size, blocks))
+    if x.stride(0) == 1:  # tokens contiguous: each block is a matrix in column order
+        return x.permute(2, 0, 1)
+    return x.transpose(1, 2).contiguous().transpose(0, 1)
 
 
 def interleave(x: Tensor, rows: int, columns: int, out_features: int, bias: Tensor | None) -> Tensor:

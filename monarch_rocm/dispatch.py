@@ -200,14 +200,14 @@ def linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer on `x (tokens, in)`: outputs `(tokens, out_features)` and hidden features `(tokens, K*Q)`.
 
-    The hidden features are in plain order with tokens contiguous, and may be empty unless `keep`.
+    The hidden features are in plain order and lie as `new_hidden` says; they may be missing unless `keep`.
     """
     (blocks, n_hidden, _), (out_blocks, n_out, n_in) = blkdiag1.shape, blkdiag2.shape
     tokens, dtype, device = x.shape[0], x.dtype, x.device
     config = fused_config(path, dtype, device, blkdiag1.shape, blkdiag2.shape, tokens)
     if config is not None:
         return kernels().fused.fused(x, blkdiag1, blkdiag2, bias, out_features, interleaved, keep, config)
-    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path, aligned=True)
+    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path, inside=True)
     product = product_for(path, dtype, device, n_out, n_in, tokens)
     if product is not None:
         run, config = product
@@ -218,7 +218,7 @@ def linear(
     else:
         y = batched.stage(h, blkdiag2, out_features, n_in, 1, False)
         y = y if bias is None else y.add_(bias)
-    # What autograd keeps is not padded: its strides must be known from the shape alone.
+    # What autograd keeps has strides that are known from the shape alone, whatever suited the product.
     return y, (h.t().contiguous().t() if keep else h)
 
 
@@ -230,13 +230,13 @@ def stage(
     group_out: int,
     hidden: bool,
     path: str,
-    aligned: bool = False,
+    inside: bool = False,
 ) -> torch.Tensor:
     """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on `path`."""
     _, n_out, n_in = w.shape
     product = product_for(path, x.dtype, x.device, n_out, n_in, x.shape[0])
     if product is None:
-        return batched.stage(x, w, out_features, group_in, group_out, hidden, aligned)
+        return batched.stage(x, w, out_features, group_in, group_out, hidden, inside)
     run, config = product
     return run(x, w, None, out_features, group_in, group_out, hidden, config)
 

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from monarch_rocm import autocast, dispatch
+from monarch_rocm.hidden import new_hidden
 from monarch_rocm.shape import MonarchShape
 
 _LIBRARY = torch.library.Library("monarch_rocm", "DEF")
@@ -106,23 +107,18 @@ def _interleave(x: Tensor, rows: int, columns: int, out_features: int, backend: 
     return _like(y, x)
 
 
-def _new_hidden(x: Tensor, features: int) -> Tensor:
-    """Hidden features have tokens contiguous."""
-    return x.new_empty(features, *x.shape[:-1]).movedim(0, -1)
-
-
 @torch.library.register_fake("monarch_rocm::linear", lib=_LIBRARY)
 def _linear_fake(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend):  # type: ignore[no-untyped-def]
     lead = x.shape[:-1]
     hidden = blkdiag1.shape[0] * blkdiag1.shape[1]
-    h = _new_hidden(x, hidden) if keep else x.new_empty(*lead, 0)
+    h = new_hidden(x, lead, hidden) if keep else x.new_empty(*lead, 0)
     return x.new_empty(*lead, out_features), h
 
 
 @torch.library.register_fake("monarch_rocm::stage", lib=_LIBRARY)
 def _stage_fake(x, w, out_features, group_in, group_out, hidden, backend):  # type: ignore[no-untyped-def]
     if hidden:
-        return _new_hidden(x, out_features)
+        return new_hidden(x, x.shape[:-1], out_features)
     return x.new_empty(*x.shape[:-1], out_features)
 
 

@@ -90,7 +90,7 @@ for name, (blocks, n_out, n_in, group) in SHAPES.items():
 compile(
     fused.fused_kernel, ["x", "w1", "w2", "bias", "y", "h"],
     dict(IN=512, OUT=512, K=16, L=16, P=32, S=32, RANK=2, INTERLEAVED=True, HAS_BIAS=True, KEEP=True)
-    | dict(WIDE=False, BP=32, BS=32, stride_x_f=1, stride_1_i=1, stride_2_i=1),
+    | dict(WIDE=False, BP=32, BS=32, stride_x_f=1, stride_1_i=1, stride_2_i=1, stride_h_t=1),
     {"BT": 16, "num_warps": 4, "num_stages": 1}, "512 in 16 blocks",
 )
 """
