@@ -3,6 +3,8 @@
 One kernel serves both stages of a Monarch layer and both input gradients (`README.md`).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -122,6 +124,23 @@ def bdmm(
     Returns:
         Tensor: `(tokens, out_features)`, contiguous unless `hidden`.
     """
+    tiles = cdiv(x.shape[0], config["BT"])
+    return launch_stage(bdmm_kernel, tiles, x, w, bias, out_features, group_in, group_out, hidden, config)
+
+
+def launch_stage(
+    kernel: Any,
+    tiles: int,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    group_in: int,
+    group_out: int,
+    hidden: bool,
+    config: dict[str, int],
+) -> torch.Tensor:
+    """Run a kernel with the parameters of `bdmm_kernel` on `tiles` tiles of tokens."""
     tokens, in_features = x.shape
     blocks, n_out, n_in = w.shape
     if hidden:
@@ -130,11 +149,9 @@ def bdmm(
         y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y
-    tile_t, tile_o = config["BT"], config["BO"]
-    programs = cdiv(tokens, tile_t) * blocks * cdiv(n_out, tile_o)
     launch(
-        bdmm_kernel,
-        programs,
+        kernel,
+        tiles * blocks * cdiv(n_out, config["BO"]),
         (x, w, y if bias is None else bias, y),
         (tokens,),
         (*x.stride(), *w.stride(), *y.stride()),

@@ -8,10 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from monarch_rocm.hidden import new_hidden
-from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.bdmm import locate
-from monarch_rocm.kernels.launch import cdiv, launch
+from monarch_rocm.kernels.bdmm import launch_stage, locate
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -88,31 +85,4 @@ def bdmv(
     config: dict[str, int],
 ) -> torch.Tensor:
     """What `bdmm` computes, for at most `config["BT"]` tokens; arguments and result are the same."""
-    tokens, in_features = x.shape
-    blocks, n_out, n_in = w.shape
-    if hidden:
-        y = new_hidden(x, (tokens,), out_features)
-    else:
-        y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
-    if tokens == 0:
-        return y
-    launch(
-        bdmv_kernel,
-        blocks * cdiv(n_out, config["BO"]),
-        (x, w, y if bias is None else bias, y),
-        (tokens,),
-        (*x.stride(), *w.stride(), *y.stride()),
-        {
-            "IN": in_features,
-            "OUT": out_features,
-            "BLOCKS": blocks,
-            "N_IN": n_in,
-            "N_OUT": n_out,
-            "GROUP_IN": group_in,
-            "GROUP_OUT": group_out,
-            "HAS_BIAS": bias is not None,
-            "WIDE": tuning.is_wide(x, w, y),
-            **config,
-        },
-    )
-    return y
+    return launch_stage(bdmv_kernel, 1, x, w, bias, out_features, group_in, group_out, hidden, config)

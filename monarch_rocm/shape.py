@@ -173,11 +173,6 @@ class MonarchShape:
         """Numbers in the two factors, without the bias. A forward pass costs twice as many FLOPs a token."""
         return self.K * self.Q * self.P + self.L * self.S * self.R
 
-    @property
-    def out_group(self) -> int:
-        """Index-map group of the outputs (`kernels/README.md`): S where interleaved, 1 where blocked."""
-        return self.S if self.layout == "interleaved" else 1
-
     def __str__(self) -> str:
         blocks = f"{self.K}" if self.K == self.L else f"{self.K}x{self.L}"
         return (

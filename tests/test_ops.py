@@ -204,11 +204,11 @@ def test_ops_return_tensors_of_their_own(widths, nblocks):
 @pytest.mark.parametrize(("widths", "nblocks"), [((12, 12, 12), 1), ((12, 4, 12), 4), ((12, 12, 12), 2)])
 def test_gradients_compiled_with_inductor(widths, nblocks):
     layers = [
-        MonarchLinear(a, b, nblocks=nblocks, device=DEVICE, backend="torch")
+        MonarchLinear(a, b, nblocks=nblocks, device=DEVICE, dtype=torch.float64, backend="torch")
         for a, b in itertools.pairwise(widths)
     ]
     model = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1])
-    x = torch.randn(64, 12, device=DEVICE)
+    x = torch.randn(64, 12, dtype=torch.float64, device=DEVICE)
 
     def gradients(f):
         return torch.autograd.grad((f(x).sin() ** 2).sum(), list(model.parameters()))
@@ -219,7 +219,7 @@ def test_gradients_compiled_with_inductor(widths, nblocks):
     except torch._inductor.exc.InductorError as error:
         pytest.skip(f"no compiler for Inductor: {error}")
     for one, two in zip(got, gradients(model), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one, two)
 
 
 @pytest.mark.filterwarnings("ignore")
