@@ -3,6 +3,7 @@
 One kernel serves both stages of a Monarch layer and both input gradients (`README.md`).
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.launch import cdiv, launch
+from monarch_rocm.kernels.launch import Constants, cdiv, launch
 
 
 @triton.jit
@@ -141,31 +142,68 @@ def launch_stage(
     config: dict[str, int],
 ) -> torch.Tensor:
     """Run a kernel with the parameters of `bdmm_kernel` on `tiles` tiles of tokens."""
-    tokens, in_features = x.shape
-    blocks, n_out, n_in = w.shape
+    tokens = x.shape[0]
     if hidden:
         y = new_hidden(x, (tokens,), out_features)
     else:
         y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
-    if tokens == 0:
-        return y
-    launch(
-        kernel,
-        tiles * blocks * cdiv(n_out, config["BO"]),
-        (x, w, y if bias is None else bias, y),
-        (tokens,),
-        (*x.stride(), *w.stride(), *y.stride()),
-        {
-            "IN": in_features,
-            "OUT": out_features,
-            "BLOCKS": blocks,
-            "N_IN": n_in,
-            "N_OUT": n_out,
-            "GROUP_IN": group_in,
-            "GROUP_OUT": group_out,
-            "HAS_BIAS": bias is not None,
-            "WIDE": tuning.is_wide(x, w, y),
-            **config,
-        },
-    )
+    if tokens:
+        programs = tiles * w.shape[0] * cdiv(w.shape[1], config["BO"])
+        arguments = stage_arguments(x, w, bias, y, group_in, group_out, config)
+        launch(kernel, programs, *arguments)
     return y
+
+
+def stage_arguments(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    group_in: int,
+    group_out: int,
+    config: dict[str, int],
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...], tuple[int, ...], Constants]:
+    """What `launch` wants after kernel and programs, for the parameters of `bdmm_kernel`."""
+    blocks, n_out, n_in = w.shape
+    constants = stage_constants(
+        x.shape[1],
+        y.shape[1],
+        blocks,
+        n_in,
+        n_out,
+        group_in,
+        group_out,
+        bias is not None,
+        tuning.is_wide(x, w, y),
+        *config.items(),
+    )
+    tensors = (x, w, y if bias is None else bias, y)
+    return tensors, (x.shape[0],), (*x.stride(), *w.stride(), *y.stride()), constants
+
+
+@cache
+def stage_constants(
+    in_features: int,
+    out_features: int,
+    blocks: int,
+    n_in: int,
+    n_out: int,
+    group_in: int,
+    group_out: int,
+    has_bias: bool,
+    wide: bool,
+    *config: tuple[str, int],
+) -> Constants:
+    """What a stage's kernel is compiled for."""
+    return Constants(
+        IN=in_features,
+        OUT=out_features,
+        BLOCKS=blocks,
+        N_IN=n_in,
+        N_OUT=n_out,
+        GROUP_IN=group_in,
+        GROUP_OUT=group_out,
+        HAS_BIAS=has_bias,
+        WIDE=wide,
+        **dict(config),
+    )

@@ -1,14 +1,30 @@
 """One stage for a handful of tokens, as when a model generates: every weight is read once.
 
-Such a call is bound by the weights' bytes and by latency, so a program takes few output rows and has
-as much of them in flight as fits.
+Such a call is bound by latency and by the weights' bytes. So a program takes few output rows and has
+as much of them in flight as fits; and where the GPU can start a launch before the previous one has
+ended, the second stage reads its weights while the first is still running.
 """
+
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from monarch_rocm.kernels.bdmm import launch_stage, locate
+from monarch_rocm.hidden import new_hidden
+from monarch_rocm.kernels import tuning
+from monarch_rocm.kernels.bdmm import launch_stage, locate, stage_arguments
+from monarch_rocm.kernels.launch import again, cdiv, launch, watched
+
+
+@triton.jit
+def wait_for_previous_launch():
+    """Until here, this launch may run beside the previous one; from here, the next one beside this."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -34,10 +50,13 @@ def bdmv_kernel(
     GROUP_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BT: tl.constexpr,
     BO: tl.constexpr,
     BI: tl.constexpr,
 ):
+    # OVERLAP 0: launches follow each other; 1: wait first; 2: read weights first, which the previous
+    # launch does not write, nor any before it, since it waited for those.
     TILES: tl.constexpr = (N_OUT + BO - 1) // BO
     i_o = tl.program_id(0) % TILES
     i_b = tl.program_id(0) // TILES
@@ -48,24 +67,36 @@ def bdmv_kernel(
     m_o = o_o < N_OUT
     if WIDE:
         o_t, o_row, o_y = o_t.to(tl.int64), o_row.to(tl.int64), o_y.to(tl.int64)
-    w += i_b.to(tl.int64) * stride_w_b
+    p_w = w + i_b.to(tl.int64) * stride_w_b + o_row[:, None] * stride_w_o
+
+    if OVERLAP == 1:
+        wait_for_previous_launch()
+    o_i = tl.arange(0, BI)
+    o_col, o_x = locate(i_b, o_i, BLOCKS, N_IN, GROUP_IN)
+    if WIDE:
+        o_col = o_col.to(tl.int64)
+    b_w = tl.load(p_w + o_col[None, :] * stride_w_i, mask=m_o[:, None] & (o_i < N_IN)[None, :], other=0.0)
+    if OVERLAP == 2:
+        wait_for_previous_launch()
 
     b_y = tl.zeros((BO, BT), dtype=tl.float32)
-    for i in range(0, N_IN, BI):
-        o_i = i + tl.arange(0, BI)
-        o_col, o_x = locate(i_b, o_i, BLOCKS, N_IN, GROUP_IN)
-        m_i = o_i < N_IN
+    for _ in range(0, N_IN, BI):
+        m_x = (o_i < N_IN) & (o_x < IN)
         if WIDE:
-            o_col, o_x = o_col.to(tl.int64), o_x.to(tl.int64)
-        p_w = w + o_row[:, None] * stride_w_o + o_col[None, :] * stride_w_i
-        b_w = tl.load(p_w, mask=m_o[:, None] & m_i[None, :], other=0.0)
-        p_x = x + o_x[:, None] * stride_x_f + o_t[None, :] * stride_x_t
-        b_x = tl.load(p_x, mask=(m_i & (o_x < IN))[:, None] & m_t[None, :], other=0.0)
+            o_x = o_x.to(tl.int64)
         if BT >= 16:
+            p_x = x + o_x[:, None] * stride_x_f + o_t[None, :] * stride_x_t
+            b_x = tl.load(p_x, mask=m_x[:, None] & m_t[None, :], other=0.0)
             b_y = tl.dot(b_w, b_x, b_y, input_precision="ieee")
         else:
-            b_x = tl.permute(b_x.to(tl.float32), (1, 0))
-            b_y += tl.sum(b_w.to(tl.float32)[:, None, :] * b_x[None, :, :], 2)
+            p_x = x + o_t[:, None] * stride_x_t + o_x[None, :] * stride_x_f
+            b_x = tl.load(p_x, mask=m_t[:, None] & m_x[None, :], other=0.0)
+            b_y += tl.sum(b_w.to(tl.float32)[:, None, :] * b_x.to(tl.float32)[None, :, :], 2)
+        o_i += BI
+        o_col, o_x = locate(i_b, o_i, BLOCKS, N_IN, GROUP_IN)
+        if WIDE:
+            o_col = o_col.to(tl.int64)
+        b_w = tl.load(p_w + o_col[None, :] * stride_w_i, mask=m_o[:, None] & (o_i < N_IN)[None, :], other=0.0)
 
     m_o = m_o & (o_y < OUT)
     if HAS_BIAS:
@@ -85,4 +116,93 @@ def bdmv(
     config: dict[str, int],
 ) -> torch.Tensor:
     """What `bdmm` computes, for at most `config["BT"]` tokens; arguments and result are the same."""
+    config = config | options(x.device, follows=False)
     return launch_stage(bdmv_kernel, 1, x, w, bias, out_features, group_in, group_out, hidden, config)
+
+
+def bdmv_layer(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    interleaved: bool,
+    config1: dict[str, int],
+    config2: dict[str, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both stages on `x (tokens, in_features)`, at most `BT` of each config.
+
+    The host takes longer for such a call than the GPU, so both launches are remembered together and
+    repeated for operands of the same kind.
+
+    Args:
+        x, w1, w2 (Tensor): any strides; w1 `(K, Q, P)`, w2 `(L, S, R)`; one dtype.
+        bias (Tensor, optional): `(out_features,)`, contiguous.
+        out_features (int): features that are kept.
+        interleaved (bool): the layout.
+        config1, config2 (dict): launch parameters of each stage.
+
+    Returns:
+        (Tensor, Tensor): `(tokens, out_features)`, contiguous, and `(tokens, K*Q)` as `new_hidden` says.
+    """
+    device = x.get_device()
+    key = (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        device,
+        w1.shape,
+        w1.stride(),
+        w2.shape,
+        w2.stride(),
+        bias is None,
+        out_features,
+        interleaved,
+        (x.data_ptr() | w1.data_ptr() | w2.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16,
+    )
+    known = _layers.get(key)
+    if known is not None and device == torch.cuda.current_device() and not watched():
+        width, programs1, ready1, rest1, programs2, ready2, rest2 = known
+        h = new_hidden(x, x.shape[:1], width)
+        y = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
+        again(ready1, programs1, device, (x, w1, h, h, *rest1))
+        again(ready2, programs2, device, (h, w2, y if bias is None else bias, y, *rest2))
+        return y, h
+    tokens, (blocks, n_hidden, _), (out_blocks, n_out, n_in) = x.shape[0], w1.shape, w2.shape
+    h = new_hidden(x, (tokens,), blocks * n_hidden)
+    y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return y, h
+    config1 = config1 | options(x.device, follows=False)
+    config2 = config2 | options(x.device, follows=True)
+    arguments1 = stage_arguments(x, w1, None, h, 1, 1, config1)
+    arguments2 = stage_arguments(h, w2, bias, y, n_in, n_out if interleaved else 1, config2)
+    programs1, programs2 = blocks * cdiv(n_hidden, config1["BO"]), out_blocks * cdiv(n_out, config2["BO"])
+    ready1 = launch(bdmv_kernel, programs1, *arguments1)
+    ready2 = launch(bdmv_kernel, programs2, *arguments2)
+    # New tensors are aligned, so that what was compiled serves the next ones too.
+    if ready1 is not None and ready2 is not None and key[-1] == 0 and not torch.version.hip:
+        rest1, rest2 = ((*scalars, *strides) for _, scalars, strides, _ in (arguments1, arguments2))
+        _layers[key] = blocks * n_hidden, programs1, ready1, rest1, programs2, ready2, rest2
+    return y, h
+
+
+_layers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def forget_layers() -> None:
+    """Let the next call of `bdmv_layer` use its configs, as after the tables have changed."""
+    _layers.clear()
+
+
+@cache
+def options(device: torch.device, follows: bool) -> dict[str, int]:
+    """How a launch may overlap with the one before, which `follows` says is `bdmv` and did not write `w`.
+
+    A launch may start early on NVIDIA's GPUs from Hopper on.
+    """
+    if device.type != "cuda" or torch.version.hip or tuning.interprets():
+        return {"OVERLAP": 0}
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return {"OVERLAP": 0}
+    return {"OVERLAP": 2 if follows else 1, "launch_pdl": True}

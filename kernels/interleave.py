@@ -4,12 +4,14 @@ A batched product writes block by block. This is the one pass that the interleav
 it moves each number once, in runs at both ends.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.launch import cdiv, launch
+from monarch_rocm.kernels.launch import Constants, cdiv, launch
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -86,20 +88,32 @@ def interleave(
     if tokens == 0:
         return y
     tiles = cdiv(rows, config["BR"]) * cdiv(columns, config["BC"])
-    launch(
-        interleave_kernel,
-        cdiv(tokens, config["BT"]) * tiles,
-        (x, y if bias is None else bias, y),
-        (tokens,),
-        x.stride(),
-        {
-            "IN": in_features,
-            "OUT": out_features,
-            "ROWS": rows,
-            "COLUMNS": columns,
-            "HAS_BIAS": bias is not None,
-            "WIDE": tuning.is_wide(x, y),
-            **config,
-        },
+    has_bias = bias is not None
+    constants = interleave_constants(
+        in_features, out_features, rows, columns, has_bias, tuning.is_wide(x, y), *config.items()
     )
+    programs = cdiv(tokens, config["BT"]) * tiles
+    launch(interleave_kernel, programs, (x, y if bias is None else bias, y), (tokens,), x.stride(), constants)
     return y
+
+
+@cache
+def interleave_constants(
+    in_features: int,
+    out_features: int,
+    rows: int,
+    columns: int,
+    has_bias: bool,
+    wide: bool,
+    *config: tuple[str, int],
+) -> Constants:
+    """What the kernel is compiled for."""
+    return Constants(
+        IN=in_features,
+        OUT=out_features,
+        ROWS=rows,
+        COLUMNS=columns,
+        HAS_BIAS=has_bias,
+        WIDE=wide,
+        **dict(config),
+    )

@@ -5,12 +5,30 @@ Here a call is keyed by all that Triton specialises on, and a kernel that has be
 key is launched as it is.
 """
 
-from contextlib import nullcontext
+from __future__ import annotations
+
 from typing import Any
 
 import torch
+from triton import knobs
+from triton.runtime import driver
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+MOST = 2**14  # keys that are remembered: strides of hidden features change with the tokens
+# A compiled kernel: its `run`, what that wants next, and the constants in the kernel's order.
+Ready = tuple[Any, Any, Any, tuple[Any, ...]]
+_compiled: dict[tuple[Any, ...], Ready] = {}
+
+
+class Constants(dict[str, Any]):
+    """Constexpr parameters and launch options of a kernel, made once for a shape and config.
+
+    Hashed by identity, so that a call costs no look at its parts: whoever makes one keeps it.
+    """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 def launch(
@@ -19,8 +37,8 @@ def launch(
     tensors: tuple[torch.Tensor, ...],
     scalars: tuple[int, ...],
     strides: tuple[int, ...],
-    constants: dict[str, Any],
-) -> None:
+    constants: Constants,
+) -> Ready | None:
     """Run `programs` instances of `kernel` on the current stream of the tensors' device.
 
     Args:
@@ -28,31 +46,46 @@ def launch(
             `constants`, in that order, and which does not specialise on `scalars`.
         programs (int): size of the grid's first axis, at least 1.
         tensors, scalars, strides (tuple): positional arguments.
-        constants (dict): constexpr parameters and launch options.
+        constants (Constants): the rest, by name.
+
+    Returns:
+        What `again` can launch, for tensors of the same dtypes, strides and alignment; None from the
+        interpreter.
     """
-    device = tensors[0].device
-    key = (
-        kernel,
-        device,
-        *[(stride == 1, stride % 16 == 0, stride < 2**31) for stride in strides],
-        *constants.items(),
-        *[(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors],
-    )
-    if torch.version.hip:  # there also on whether 32 bits address the storage
-        key += tuple(tensor.untyped_storage().nbytes() < 2**31 for tensor in tensors)
-    # Triton launches on the current device, whatever device the tensors are on.
-    guard = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if guard else nullcontext():
-        found = _compiled.get(key)
-        if found is None:
-            compiled = kernel[(programs,)](*tensors, *scalars, *strides, **constants)
-            if compiled is not None:  # the interpreter compiles nothing
-                first = len(tensors) + len(scalars) + len(strides)
-                values = tuple(constants[name] for name in kernel.arg_names[first:])
-                _compiled[key] = compiled, values
-        else:
-            compiled, values = found
-            compiled[(programs, 1, 1)](*tensors, *scalars, *strides, *values)
+    device = tensors[0].get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        # Triton launches on the current device, whatever device the tensors are on.
+        with torch.cuda.device(device):
+            return launch(kernel, programs, tensors, scalars, strides, constants)
+    key = (kernel, constants, device, strides, *[(each.dtype, each.data_ptr() % 16) for each in tensors])
+    if torch.version.hip:  # Triton specialises there also on whether 32 bits address the storage
+        key += tuple([each.untyped_storage().nbytes() < 2**31 for each in tensors])
+    ready = _compiled.get(key)
+    if ready is not None and not watched():
+        again(ready, programs, device, (*tensors, *scalars, *strides))
+        return ready
+    compiled = kernel[(programs,)](*tensors, *scalars, *strides, **constants)
+    if compiled is None:  # the interpreter compiles nothing
+        return None
+    if len(_compiled) >= MOST:
+        _compiled.clear()
+    first = len(tensors) + len(scalars) + len(strides)
+    values = tuple(constants[name] for name in kernel.arg_names[first:])
+    _compiled[key] = ready = (compiled.run, compiled.function, compiled.packed_metadata, values)
+    return ready
+
+
+def again(ready: Ready, programs: int, device: int, arguments: tuple[Any, ...]) -> None:
+    """Launch what was compiled, on the current device, which must be `device`."""
+    run, function, metadata, values = ready
+    stream = driver.active.get_current_stream(device)
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
+
+
+def watched() -> bool:
+    """Whether a profiler has hooked into Triton, which then must launch in its own way."""
+    hook = knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def cdiv(size: int, tile: int) -> int:

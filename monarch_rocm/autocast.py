@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monarch_rocm.dispatch import constant
+from monarch_rocm.tracing import constant
 
 
 @constant

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from monarch_rocm import autocast
+
 ALIGNMENT = 8  # numbers: 16 bytes in half precision, which fast products ask of a row
 
 
@@ -40,7 +42,7 @@ def stage(
     a = split(x, blocks, n_in, group_in)
     if not hidden or (inside and x.device.type == "cpu"):
         y = x.new_empty(tokens, blocks, n_out)
-        torch.bmm(a, w.mT, out=y.transpose(0, 1))
+        _bmm(a, w.mT, y.transpose(0, 1))
         if group_out != 1:
             y = y.transpose(1, 2).contiguous()
         return _cut(y.view(tokens, blocks * n_out), out_features)
@@ -49,9 +51,9 @@ def stage(
         row = -(-tokens // ALIGNMENT) * ALIGNMENT
     y = x.new_empty(out_features, row)[:, :tokens]
     if group_out == 1:
-        torch.bmm(w, a.mT, out=y.unflatten(0, (blocks, n_out)))
+        _bmm(w, a.mT, y.unflatten(0, (blocks, n_out)))
     else:
-        torch.bmm(a, w.mT, out=y.unflatten(0, (n_out, blocks)).permute(1, 2, 0))
+        _bmm(a, w.mT, y.unflatten(0, (n_out, blocks)).permute(1, 2, 0))
     return y.t()
 
 
@@ -60,7 +62,12 @@ def stage_wgrad(
 ) -> Tensor:
     """Weight gradient `(blocks, n_out, n_in)` of a stage from `g (tokens, out)` and `a (tokens, in)`."""
     left, right = split(g, blocks, n_out, group_out), split(a, blocks, n_in, group_in)
-    return torch.bmm(left.mT, right.conj())
+    return _bmm(left.mT, right.conj(), None)
+
+
+def _bmm(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    with autocast.off(a):  # operands have their dtype already
+        return torch.bmm(a, b, out=out)
 
 
 def split(x: Tensor, blocks: int, size: int, group: int) -> Tensor:

@@ -23,6 +23,7 @@ class MonarchConfig:
         backend (str): "auto" (default), "triton", "torch" or "reference".
         init (str): "project" (default) takes the factors nearest to the dense weight, "random" new
             ones, to train from scratch.
+        recompute (bool): save memory in training, as in `MonarchLinear`. Default: False.
 
     Raises:
         TypeError, ValueError: a field that no layer could take, so that a model is never half
@@ -39,6 +40,7 @@ class MonarchConfig:
     layout: str = "interleaved"
     backend: str = "auto"
     init: str = "project"
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         # Plain ints and tuples, whatever kind of number was given; JSON gives a pair back as a list.
@@ -51,6 +53,8 @@ class MonarchConfig:
         check_backend(self.backend)
         if self.init not in INITS:
             raise ValueError(f"init must be one of {INITS}, but init={self.init!r} was given")
+        if not isinstance(self.recompute, bool):
+            raise TypeError(f"recompute must be True or False, but recompute={self.recompute!r} was given")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dict that JSON can hold."""

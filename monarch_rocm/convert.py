@@ -210,14 +210,13 @@ def _relative_error(dense: Tensor, factors: tuple[Tensor, Tensor], shape: Monarc
 def _make_layer(
     linear: nn.Module, shape: MonarchShape, factors: _Factors, config: MonarchConfig
 ) -> MonarchLinear:
-    layer = MonarchLinear._assemble(
-        shape, factors.blkdiag1, factors.blkdiag2, linear._parameters["bias"], config.backend
-    )
+    parameters = factors.blkdiag1, factors.blkdiag2, linear._parameters["bias"]
+    layer = MonarchLinear._assemble(shape, *parameters, config.backend, config.recompute)
     # Hooks live in dicts that their handles know, so the dicts move over as they are. What users
     # or libraries hung on the layer moves with them.
     stays = {"_parameters", "_buffers", "_modules", "in_features", "out_features", "nf", "nx"}
     for key, value in vars(linear).items():
-        if key not in stays and key not in ("shape", "backend"):
+        if key not in stays and key not in ("shape", "backend", "recompute"):
             vars(layer)[key] = value
     for hook in layer._load_state_dict_pre_hooks.values():
         if getattr(hook, "with_module", False):

@@ -7,11 +7,12 @@ import os
 import warnings
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from monarch_rocm import batched
+from monarch_rocm.tracing import constant
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,14 +25,6 @@ def check_backend(backend: str) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, but backend={backend!r} was given")
     return backend
-
-
-def constant(function: Any) -> Any:
-    """Let `torch.compile` take the result as it is, as `torch.compiler.assume_constant_result` does,
-    which imports all of Dynamo when it decorates.
-    """
-    function._dynamo_marked_constant = True
-    return function
 
 
 @constant
@@ -162,14 +155,22 @@ def config_for(
     return None
 
 
+class Product(NamedTuple):
+    """What runs one stage: a kernel's name, its launcher, and its launch parameters."""
+
+    kernel: str
+    run: Any
+    config: dict[str, int]
+
+
 def product_for(
     path: str, dtype: torch.dtype, device: torch.device, n_out: int, n_in: int, tokens: int
-) -> tuple[Any, dict[str, int]] | None:
-    """The launcher of one stage and its parameters, None for a batched product."""
+) -> Product | None:
+    """What runs one stage, None for a batched product."""
     for name in ("bdmv", "bdmm") if tokens <= FEW else ("bdmm",):
         config = config_for(name, path, dtype, device, n_out, n_in, tokens)
         if config is not None:
-            return getattr(getattr(kernels(), name), name), config
+            return Product(name, getattr(getattr(kernels(), name), name), config)
     return None
 
 
@@ -188,6 +189,46 @@ def fused_config(
     return config_for("fused", path, dtype, device, features, size, tokens)
 
 
+class Route(NamedTuple):
+    """What a layer runs on: one fused launch, or for each stage a launcher; None is a batched product."""
+
+    fused: dict[str, int] | None
+    first: Product | None
+    second: Product | None
+
+
+@cache
+def _route(
+    path: str, dtype: torch.dtype, device: torch.device, factor1: Any, factor2: Any, tokens: int
+) -> Route:
+    config = fused_config(path, dtype, device, factor1, factor2, tokens)
+    if config is not None:
+        return Route(config, None, None)
+    first, second = (
+        product_for(path, dtype, device, n_out, n_in, tokens) for _, n_out, n_in in (factor1, factor2)
+    )
+    return Route(None, first, second)
+
+
+BATCHED = Route(None, None, None)
+
+
+def route(
+    path: str, dtype: torch.dtype, device: torch.device, factor1: Any, factor2: Any, tokens: int
+) -> Route:
+    """The route of a layer with factors of these shapes; tokens count by bucket."""
+    if path == "torch":
+        return BATCHED
+    return _route(path, dtype, device, factor1, factor2, 1 << max(0, tokens - 1).bit_length())
+
+
+def forget_routes() -> None:
+    """Look configs up anew, as after the tables have changed."""
+    _route.cache_clear()
+    if kernels.cache_info().currsize:
+        kernels().bdmv.forget_layers()
+
+
 def linear(
     x: torch.Tensor,
     blkdiag1: torch.Tensor,
@@ -202,24 +243,32 @@ def linear(
 
     The hidden features are in plain order and lie as `new_hidden` says; they may be missing unless `keep`.
     """
-    (blocks, n_hidden, _), (out_blocks, n_out, n_in) = blkdiag1.shape, blkdiag2.shape
-    tokens, dtype, device = x.shape[0], x.dtype, x.device
-    config = fused_config(path, dtype, device, blkdiag1.shape, blkdiag2.shape, tokens)
-    if config is not None:
-        return kernels().fused.fused(x, blkdiag1, blkdiag2, bias, out_features, interleaved, keep, config)
-    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path, inside=True)
-    product = product_for(path, dtype, device, n_out, n_in, tokens)
-    if product is not None:
-        run, config = product
-        y = run(h, blkdiag2, bias, out_features, n_in, n_out if interleaved else 1, False, config)
+    factor1, factor2 = blkdiag1.shape, blkdiag2.shape
+    fused, first, second = route(path, x.dtype, x.device, factor1, factor2, x.shape[0])
+    factors = blkdiag1, blkdiag2, bias
+    if fused is not None:
+        return kernels().fused.fused(x, *factors, out_features, interleaved, keep, fused)
+    if first is not None and second is not None and first.kernel == second.kernel == "bdmv":
+        layer = kernels().bdmv.bdmv_layer
+        return layer(x, *factors, out_features, interleaved, first.config, second.config)
+    (blocks, n_hidden, _), (out_blocks, n_out, n_in) = factor1, factor2
+    if first is None:
+        h = batched.stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, inside=True)
+    else:
+        h = first.run(x, blkdiag1, None, blocks * n_hidden, 1, 1, True, first.config)
+    if second is not None:
+        group = n_out if interleaved else 1
+        y = second.run(h, blkdiag2, bias, out_features, n_in, group, False, second.config)
     elif interleaved:
         z = batched.stage(h, blkdiag2, out_blocks * n_out, n_in, 1, False)
         y = interleave(z, out_blocks, n_out, out_features, bias, path)
     else:
         y = batched.stage(h, blkdiag2, out_features, n_in, 1, False)
         y = y if bias is None else y.add_(bias)
-    # What autograd keeps has strides that are known from the shape alone, whatever suited the product.
-    return y, (h.t().contiguous().t() if keep else h)
+    if keep and first is None:
+        # What autograd keeps has strides that are known from the shape alone, whatever suited the product.
+        h = h.t().contiguous().t()
+    return y, h
 
 
 def stage(
@@ -230,15 +279,13 @@ def stage(
     group_out: int,
     hidden: bool,
     path: str,
-    inside: bool = False,
 ) -> torch.Tensor:
     """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on `path`."""
     _, n_out, n_in = w.shape
     product = product_for(path, x.dtype, x.device, n_out, n_in, x.shape[0])
     if product is None:
-        return batched.stage(x, w, out_features, group_in, group_out, hidden, inside)
-    run, config = product
-    return run(x, w, None, out_features, group_in, group_out, hidden, config)
+        return batched.stage(x, w, out_features, group_in, group_out, hidden)
+    return product.run(x, w, None, out_features, group_in, group_out, hidden, product.config)
 
 
 def stage_wgrad(

@@ -19,6 +19,7 @@ def monarch_linear(
     out_features: int | None = None,
     layout: str = "interleaved",
     backend: str = "auto",
+    recompute: bool = False,
 ) -> Tensor:
     """Apply a Monarch matrix, `y = x @ monarch_weight(blkdiag1, blkdiag2).T + bias`.
 
@@ -32,6 +33,8 @@ def monarch_linear(
         layout (str): "interleaved" (default) or "blocked".
         backend (str): "auto" (default), "triton", "torch" or "reference"; the environment variable
             MONARCH_ROCM_BACKEND replaces "auto".
+        recompute (bool): save memory in training: keep no hidden features for the backward pass, which
+            then multiplies by the first factor once more.
 
     Returns:
         Tensor: `(..., out_features)`, contiguous. Under autocast, in the autocast dtype.
@@ -62,11 +65,12 @@ def monarch_linear(
             out_features=out_features,
             layout=layout,
             backend=backend,
+            recompute=recompute,
         )
     if bias is not None and not isinstance(bias, Tensor):
         raise TypeError(f"bias must be a torch.Tensor or None, but it is a {type(bias).__name__}")
     shape = MonarchShape.from_factors(blkdiag1.shape, blkdiag2.shape, in_features, out_features, layout)
-    return apply(x, blkdiag1, blkdiag2, bias, shape, backend)
+    return apply(x, blkdiag1, blkdiag2, bias, shape, backend, recompute)
 
 
 def apply(
@@ -76,6 +80,7 @@ def apply(
     bias: Tensor | None,
     shape: MonarchShape,
     backend: str,
+    recompute: bool = False,
 ) -> Tensor:
     """`monarch_linear` with a geometry computed before."""
     if has_torch_function((x, blkdiag1, blkdiag2)):
@@ -88,6 +93,7 @@ def apply(
             out_features=shape.out_features,
             layout=shape.layout,
             backend=backend,
+            recompute=recompute,
         )
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, but it is a {type(x).__name__}")
@@ -99,7 +105,7 @@ def apply(
     backend = dispatch.requested(backend)
     if backend == "reference":
         return reference.monarch_linear(x, blkdiag1, blkdiag2, bias, shape)
-    return ops.monarch_linear(x, blkdiag1, blkdiag2, bias, shape, backend)
+    return ops.monarch_linear(x, blkdiag1, blkdiag2, bias, shape, backend, recompute)
 
 
 def _check(x: Tensor, blkdiag1: Tensor, blkdiag2: Tensor, bias: Tensor | None, shape: MonarchShape) -> None:

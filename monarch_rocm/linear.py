@@ -29,6 +29,7 @@ class MonarchLinear(nn.Module):
             sizes (`MonarchShape`).
         layout (str): order of the outputs, "interleaved" (default, as published) or "blocked".
         backend (str): "auto" (default), "triton", "torch" or "reference".
+        recompute (bool): save memory in training, `monarch_linear`. Default: False.
 
     Attributes:
         blkdiag1 (Parameter): `(K, Q, P)`.
@@ -66,11 +67,13 @@ class MonarchLinear(nn.Module):
         rank: int | None = None,
         layout: str = "interleaved",
         backend: str = "auto",
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         kwargs = {"device": device, "dtype": dtype}
         self.shape = MonarchShape(in_features, out_features, nblocks, rank, layout)
         self.backend = check_backend(backend)
+        self.recompute = recompute
         self.blkdiag1 = nn.Parameter(torch.empty(self.shape.factor1, **kwargs))
         self.blkdiag2 = nn.Parameter(torch.empty(self.shape.factor2, **kwargs))
         if bias:
@@ -111,7 +114,8 @@ class MonarchLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input (..., in_features)` to `(..., out_features)`."""
-        return functional.apply(input, self.blkdiag1, self.blkdiag2, self.bias, self.shape, self.backend)
+        parameters = self.blkdiag1, self.blkdiag2, self.bias
+        return functional.apply(input, *parameters, self.shape, self.backend, self.recompute)
 
     def extra_repr(self) -> str:
         shape = self.shape
@@ -132,12 +136,13 @@ class MonarchLinear(nn.Module):
         rank: int | None = None,
         layout: str = "interleaved",
         backend: str = "auto",
+        recompute: bool = False,
     ) -> Self:
         """The Monarch layer nearest to a dense one (`project`); its dtype, device and mode are kept.
 
         Args:
             linear (nn.Linear): left as it is. On the meta device, the result is there too.
-            nblocks, rank, layout, backend: as in the constructor.
+            nblocks, rank, layout, backend, recompute: as in the constructor.
 
         Raises:
             TypeError: something else than an `nn.Linear`.
@@ -159,7 +164,8 @@ class MonarchLinear(nn.Module):
         bias = linear.bias
         if bias is not None:
             bias = nn.Parameter(bias.detach().clone(), bias.requires_grad)
-        return cls._assemble(shape, one, two, bias, check_backend(backend)).train(linear.training)
+        layer = cls._assemble(shape, one, two, bias, check_backend(backend), recompute)
+        return layer.train(linear.training)
 
     @classmethod
     def _assemble(
@@ -169,11 +175,12 @@ class MonarchLinear(nn.Module):
         blkdiag2: nn.Parameter,
         bias: nn.Parameter | None,
         backend: str,
+        recompute: bool,
     ) -> Self:
         """A layer of parts that exist already."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.shape, layer.backend = shape, backend
+        layer.shape, layer.backend, layer.recompute = shape, backend, recompute
         layer.blkdiag1, layer.blkdiag2 = blkdiag1, blkdiag2
         layer.register_parameter("bias", bias)
         return layer

@@ -19,7 +19,7 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from monarch_rocm import autocast, dispatch
+from monarch_rocm import dispatch
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.shape import MonarchShape
 
@@ -66,12 +66,24 @@ def _linear(
     keep: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    y, h = _run(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
+    return _like(y, x), _like(h, x) if keep else x.new_empty(*x.shape[:-1], 0)
+
+
+def _run(
+    x: Tensor,
+    blkdiag1: Tensor,
+    blkdiag2: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    layout: str,
+    keep: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
     path = dispatch.path_of(backend, x.dtype, x.device.type)
     interleaved = layout == "interleaved"
     bias = None if bias is None else bias.contiguous()
-    with autocast.off(x):
-        y, h = dispatch.linear(_rows(x), blkdiag1, blkdiag2, bias, out_features, interleaved, keep, path)
-    return _like(y, x), _like(h, x) if keep else x.new_empty(*x.shape[:-1], 0)
+    return dispatch.linear(_rows(x), blkdiag1, blkdiag2, bias, out_features, interleaved, keep, path)
 
 
 @_impl("stage")
@@ -79,8 +91,7 @@ def _stage(
     x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int, hidden: bool, backend: str
 ) -> Tensor:
     path = dispatch.path_of(backend, x.dtype, x.device.type)
-    with autocast.off(x):
-        y = dispatch.stage(_rows(x), w, out_features, group_in, group_out, hidden, path)
+    y = dispatch.stage(_rows(x), w, out_features, group_in, group_out, hidden, path)
     return _like(y, x)
 
 
@@ -96,8 +107,7 @@ def _stage_wgrad(
     backend: str,
 ) -> Tensor:
     path = dispatch.path_of(backend, g.dtype, g.device.type)
-    with autocast.off(g):
-        return dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, path)
+    return dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, path)
 
 
 @_impl("interleave")
@@ -293,7 +303,8 @@ class Linear(Function):
     """Differentiable `monarch_rocm::linear`; returns (y, h).
 
     Only what a gradient needs is saved or computed: no weight gradient for a frozen factor, no
-    input gradient for an input that needs none.
+    input gradient for an input that needs none. Without `keep`, the hidden features are not saved but
+    computed once more.
     """
 
     generate_vmap_rule = True
@@ -304,16 +315,17 @@ class Linear(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        x, blkdiag1, blkdiag2, _, _, ctx.layout, _, ctx.backend = inputs
+        x, blkdiag1, blkdiag2, _, _, ctx.layout, keep, ctx.backend = inputs
         need_x, need_1, need_2 = ctx.needs_input_grad[:3]
+        recompute = need_2 and not keep
         ctx.set_materialize_grads(False)
         ctx.in_features = x.shape[-1]
         ctx.factor1, ctx.factor2 = blkdiag1.shape, blkdiag2.shape
         ctx.save_for_backward(
-            x if need_1 else None,
-            blkdiag1 if need_x else None,
+            x if need_1 or recompute else None,
+            blkdiag1 if need_x or recompute else None,
             blkdiag2 if need_x or need_1 else None,
-            output[1] if need_2 else None,
+            output[1] if need_2 and keep else None,
         )
 
     @staticmethod
@@ -329,6 +341,8 @@ class Linear(Function):
             if ctx.layout == "interleaved":
                 dy = _call(Interleave, dy, n_out, blocks, blocks * n_out, backend)
             if need_2:
+                if h is None:
+                    h = _call(Stage, x, blkdiag1, blocks * n_in, 1, 1, True, backend)
                 d2 = _call(StageWgrad, dy, h, *ctx.factor2, 1, n_in, backend)
             if need_x or need_1:
                 through = _call(Stage, dy, blkdiag2.mH, blocks * n_in, 1, n_in, True, backend)
@@ -366,6 +380,9 @@ _register("stage_wgrad", StageWgrad, _stage_wgrad)
 _register("interleave", Interleave, _interleave)
 
 
+_PLAIN = (Tensor, Parameter)
+
+
 def monarch_linear(
     x: Tensor,
     blkdiag1: Tensor,
@@ -373,8 +390,18 @@ def monarch_linear(
     bias: Tensor | None,
     shape: MonarchShape,
     backend: str,
+    recompute: bool,
 ) -> Tensor:
     """A whole layer on checked operands of one dtype and device."""
-    keep = torch.is_grad_enabled() or not _eager()
-    y, _ = _call(Linear, x, blkdiag1, blkdiag2, bias, shape.out_features, shape.layout, keep, backend)
+    out_features, layout = shape.out_features, shape.layout
+    operands = (x, blkdiag1, blkdiag2) if bias is None else (x, blkdiag1, blkdiag2, bias)
+    if not _eager() or not all([type(operand) in _PLAIN for operand in operands]):  # noqa: C419
+        y, _ = Linear.apply(x, blkdiag1, blkdiag2, bias, out_features, layout, not recompute, backend)
+    elif torch.is_grad_enabled() and any([operand.requires_grad for operand in operands]):  # noqa: C419
+        keep = blkdiag2.requires_grad and not recompute
+        arguments = (x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
+        y, _ = super(Function, Linear.Eager).apply(*arguments)  # type: ignore[attr-defined]
+    else:
+        y, _ = _run(x, blkdiag1, blkdiag2, bias, out_features, layout, False, backend)
+        y = _like(y, x)
     return y  # type: ignore[no-any-return]

@@ -109,20 +109,19 @@ def _launches(
 
     hidden = shape.K * shape.Q
     widths = (shape.in_features + hidden, hidden + shape.out_features)
+    route = dispatch.BATCHED
     if path != "reference":
-        config = dispatch.fused_config(path, dtype, device, shape.factor1, shape.factor2, tokens)
-        if config is not None:
-            features = shape.in_features + shape.out_features
-            yield kernel("fused", config) | moved(features, shape.num_parameters)
-            return
-    product = None
-    for (blocks, n_out, n_in), width in zip((shape.factor1, shape.factor2), widths, strict=True):
-        if path != "reference":
-            product = dispatch.product_for(path, dtype, device, n_out, n_in, tokens)
+        route = dispatch.route(path, dtype, device, shape.factor1, shape.factor2, tokens)
+    if route.fused is not None:
+        features = shape.in_features + shape.out_features
+        yield kernel("fused", route.fused) | moved(features, shape.num_parameters)
+        return
+    factors = (shape.factor1, shape.factor2)
+    for (blocks, n_out, n_in), width, product in zip(factors, widths, route[1:], strict=True):
         op = "einsum" if path == "reference" else "bmm"
-        launch = {"op": op} if product is None else kernel(product[0].__name__, product[1])
+        launch = {"op": op} if product is None else kernel(product.kernel, product.config)
         yield launch | moved(width, blocks * n_out * n_in)
-    if product is None and shape.layout == "interleaved":
+    if route.second is None and shape.layout == "interleaved":
         config = None
         if path != "reference":
             config = dispatch.config_for("interleave", path, dtype, device, shape.L, shape.S, tokens)

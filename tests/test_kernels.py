@@ -3,6 +3,8 @@
 On a machine without a GPU the kernels run in Triton's interpreter.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support import (
@@ -32,7 +34,8 @@ NAMES = ("y", "dx", "dblkdiag1", "dblkdiag2", "dbias")
 def path(request, monkeypatch):
     """Force one family of kernels, whatever the tables say that is fastest."""
     force(request.param, monkeypatch)
-    return request.param
+    yield request.param
+    dispatch.forget_routes()
 
 
 def force(path, monkeypatch):
@@ -46,6 +49,7 @@ def force(path, monkeypatch):
         return tuning.lookup(kernel, torch.device("cpu"), dtype, *sizes)["config"]
 
     monkeypatch.setattr(dispatch, "config_for", config_for)
+    dispatch.forget_routes()
 
 
 def check(shape, operands, grad, backend="triton"):
@@ -184,29 +188,35 @@ class Recorder:
     """Stands in for a compiled kernel, and for the function that compiles it."""
 
     arg_names = ("x", "tokens", "stride", "BT", "BO")
+    function = packed_metadata = None
 
     def __init__(self):
         self.compilations = 0
 
     def __getitem__(self, grid):
-        def run(*args, **constants):
-            self.compilations += bool(constants)
+        def compile_and_run(*args, **constants):
+            self.compilations += 1
             return self
 
-        return run
+        return compile_and_run
+
+    def run(self, *grid_stream_and_arguments):
+        pass
 
 
-def test_launches_share_what_triton_would_share():
-    """A compiled kernel serves all strides of a kind, and no constants under other names."""
+def test_a_kernel_compiles_anew_for_new_constants_strides_or_alignment_and_never_else(monkeypatch):
+    stream = SimpleNamespace(get_current_stream=lambda device: 0)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=stream))
     kernel, x = Recorder(), torch.zeros(64)
+    one, other = launch.Constants(BT=16, BO=32), launch.Constants(BO=16, BT=32)
 
-    def go(stride, **constants):
+    def go(constants, stride, x=x):
         launch.launch(kernel, 1, (x,), (5,), (stride,), constants)
         return kernel.compilations
 
-    assert [go(stride, BT=16, BO=32) for stride in (48, 160, 1, 7, 9, 2**32)] == [1, 1, 2, 3, 3, 4]
-    assert go(48, BO=16, BT=32) == 5
-    assert go(48, BT=16, BO=32) == 5
+    assert [go(one, stride) for stride in (48, 48, 1, 48, 7, 2**32, 7)] == [1, 1, 2, 2, 3, 4, 4]
+    assert [go(other, 48), go(other, 48), go(one, 48)] == [5, 5, 5]
+    assert [go(one, 48, x[1:]), go(one, 48, x[4:]), go(one, 48, x.half())] == [6, 6, 7]
 
 
 @pytest.mark.gpu
