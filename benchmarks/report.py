@@ -10,7 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
-TITLES = {"forward": "forward", "train": "forward + backward", "decode": "generation, in a graph"}
+TITLES = {
+    "forward": "forward",
+    "train": "forward + backward",
+    "decode": "generation, in a graph",
+    "stack": "GPT, training step",
+}
 
 
 def markdown(result, chosen=lambda row: True):

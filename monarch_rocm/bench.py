@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 import monarch_rocm
-from monarch_rocm import functional, reference
+from monarch_rocm import functional, reference, stack
 from monarch_rocm.dispatch import triton_state
 from monarch_rocm.kernels import tuning
 from monarch_rocm.planning import plan
@@ -40,7 +40,11 @@ LAYERS = 16  # whose weights a decoding step walks through, so that they come fr
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a layer's sizes, and what is done with it: "forward", "train" or "decode"."""
+    """One row: a layer's sizes, and what is done with it.
+
+    "forward" and "train" are a pass and a pass with all gradients, "decode" walks through the weights
+    of `LAYERS` layers in a graph, and "stack" is a training step of a whole model (`monarch_rocm.stack`).
+    """
 
     kind: str
     in_features: int
@@ -82,7 +86,12 @@ def _cases() -> list[Case]:
         for nblocks in (4, 16, 64)
         for count in (1, 4, 16)
     ]
-    return [*squares, *wide, *narrow, *tokens, *train, *decode]
+    stack = [
+        Case("stack", 2048, 2048, 8192, nblocks, layout)
+        for nblocks in (4, 8)
+        for layout in ("blocked", "interleaved")
+    ]
+    return [*squares, *wide, *narrow, *tokens, *train, *decode, *stack]
 
 
 CASES = _cases()
@@ -108,6 +117,8 @@ def published(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 def competitors(case: Case, dtype: torch.dtype, compiled: bool) -> dict[str, Run]:
     """What takes turns in a case, by name."""
+    if case.kind == "stack":
+        return stack.steps(case.in_features, case.tokens, case.nblocks, case.layout, dtype)
     shape = MonarchShape(case.in_features, case.out_features, case.nblocks, layout=case.layout)
     layers = LAYERS if case.kind == "decode" else 1
 
@@ -195,7 +206,12 @@ def ceilings(dtype: torch.dtype, rounds: int) -> tuple[float, float]:
 
 
 def floor_us(case: Case, dtype: torch.dtype, bandwidth: float, rate: float) -> float:
-    """The least time: each input and weight read once and each output written once, or the FLOPs."""
+    """The least time: each input and weight read once and each output written once, or the FLOPs.
+
+    For a whole model only the FLOPs of its linear layers count.
+    """
+    if case.kind == "stack":
+        return 3 * 2 * case.tokens * stack.parameters(case.in_features, case.nblocks) / rate * 1e6
     shape = MonarchShape(case.in_features, case.out_features, case.nblocks, layout=case.layout)
     moved = case.tokens * (case.in_features + case.out_features) + shape.num_parameters
     flops = 2 * case.tokens * shape.num_parameters
@@ -246,9 +262,9 @@ def bench(
     rows = []
     for case in track(cases, "measuring", console=console):
         runs = competitors(case, dtype, compiled)
-        times = measure(runs, rounds, case.kind == "train")
+        times = measure(runs, rounds, case.kind in ("train", "stack"))
         shape = MonarchShape(case.in_features, case.out_features, case.nblocks, layout=case.layout)
-        launches = plan(shape, case.tokens, dtype, "cuda").kernels
+        launches = () if case.kind == "stack" else plan(shape, case.tokens, dtype, "cuda").kernels
         per = LAYERS if case.kind == "decode" else 1
         floor = floor_us(case, dtype, bandwidth, rate)
         dense = statistics.median(times["dense"])

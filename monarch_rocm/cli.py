@@ -24,7 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     timing = commands.add_parser("bench", help="time layers against nn.Linear and others on this GPU")
     timing.add_argument("--out", type=Path, default=Path("bench"), help="results, without the ending")
     timing.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    timing.add_argument("--kind", choices=("forward", "train", "decode"), help="only cases of this kind")
+    timing.add_argument(
+        "--kind", choices=("forward", "train", "decode", "stack"), help="only cases of this kind"
+    )
     timing.add_argument("--rounds", type=int, default=30, help="runs of each competitor")
     timing.add_argument("--compiled", action="store_true", help="also torch.compile of the einsum form")
     arguments = parser.parse_args(argv)
