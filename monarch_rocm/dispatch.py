@@ -179,13 +179,19 @@ def fused_config(
     """Launch parameters of the fused kernel, None where it cannot serve the shape or does not win."""
     if path == "torch":
         return None
+    sizes = fused_sizes(factor1, factor2)
+    return None if sizes is None else config_for("fused", path, dtype, device, *sizes, tokens)
+
+
+def fused_sizes(factor1: Any, factor2: Any) -> tuple[int, int] | None:
+    """By what the fused kernel's table is looked up, the widest sides of the layer and of its blocks;
+    None where it cannot serve the shape.
+    """
     (blocks, n_hidden, n_in), (out_blocks, n_out, width) = factor1, factor2
     powers = (blocks, out_blocks, n_hidden, width)
     if n_hidden % out_blocks or min(n_hidden, width) < 16 or any(n & (n - 1) for n in powers):
         return None
-    features = max(blocks * n_in, out_blocks * n_out, blocks * n_hidden)
-    size = max(n_in, n_out, n_hidden, width)
-    return config_for("fused", path, dtype, device, features, size, tokens)
+    return max(blocks * n_in, out_blocks * n_out, blocks * n_hidden), max(n_in, n_out, n_hidden, width)
 
 
 def linear(
