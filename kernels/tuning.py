@@ -95,14 +95,21 @@ def read(file: Path, kernel: str) -> Table:
     if not isinstance(rows, dict) or set(rows) != {"2", "4"}:
         raise ValueError('it must hold rows under "2" and "4", the bytes of a number')
     for part in rows.values():
-        if not isinstance(part, list) or not all(map(_is_row, part)):
-            raise ValueError(
-                'a row must be {"max": {limit: number}, "config": {parameter: number}, "wins": bool}, '
-                'or have {"at": {"out": number, "in": number, "tokens": number}} for "max"'
-            )
+        if not isinstance(part, list):
+            raise ValueError(f"it must hold lists of rows, not {part!r}")
         for row in part:
-            check_config(row["config"], kernel)
+            check_row(row, kernel)
     return rows
+
+
+def check_row(row: object, kernel: str) -> None:
+    """Raise a ValueError unless `row` is one of a table of `kernel`."""
+    if not _is_row(row):
+        raise ValueError(
+            'a row must be {"max": {limit: number}, "config": {parameter: number}, "wins": bool}, or have '
+            f'{{"at": {{"out": number, "in": number, "tokens": number}}}} for "max", unlike {row}'
+        )
+    check_config(row["config"], kernel)  # type: ignore[index]
 
 
 def _is_row(row: object) -> bool:
