@@ -19,11 +19,12 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from monarch_rocm import autocast, dispatch
+from monarch_rocm import autocast, autotune, dispatch
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.shape import MonarchShape
 
 _LIBRARY = torch.library.Library("monarch_rocm", "DEF")
+_run = autotune.launchers()
 _SCHEMAS = (
     # y (..., out_features) and, with `keep`, the hidden features (..., K*Q), else none of them
     "linear(Tensor x, Tensor blkdiag1, Tensor blkdiag2, Tensor? bias, SymInt out_features, str layout, "
@@ -70,7 +71,7 @@ def _linear(
     interleaved = layout == "interleaved"
     bias = None if bias is None else bias.contiguous()
     with autocast.off(x):
-        y, h = dispatch.linear(_rows(x), blkdiag1, blkdiag2, bias, out_features, interleaved, keep, path)
+        y, h = _run.linear(_rows(x), blkdiag1, blkdiag2, bias, out_features, interleaved, keep, path)
     return _like(y, x), _like(h, x) if keep else x.new_empty(*x.shape[:-1], 0)
 
 
@@ -80,7 +81,7 @@ def _stage(
 ) -> Tensor:
     path = dispatch.path_of(backend, x.dtype, x.device.type)
     with autocast.off(x):
-        y = dispatch.stage(_rows(x), w, out_features, group_in, group_out, hidden, path)
+        y = _run.stage(_rows(x), w, out_features, group_in, group_out, hidden, path)
     return _like(y, x)
 
 
@@ -97,13 +98,13 @@ def _stage_wgrad(
 ) -> Tensor:
     path = dispatch.path_of(backend, g.dtype, g.device.type)
     with autocast.off(g):
-        return dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, path)
+        return _run.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, path)
 
 
 @_impl("interleave")
 def _interleave(x: Tensor, rows: int, columns: int, out_features: int, backend: str) -> Tensor:
     path = dispatch.path_of(backend, x.dtype, x.device.type)
-    y = dispatch.interleave(_rows(x), rows, columns, out_features, None, path)
+    y = _run.interleave(_rows(x), rows, columns, out_features, None, path)
     return _like(y, x)
 
 
