@@ -147,6 +147,7 @@ def bdmv_layer(
     """
     device = x.get_device()
     key = (
+        tuning.generation,
         x.shape,
         x.stride(),
         x.dtype,
@@ -188,11 +189,6 @@ def bdmv_layer(
 
 
 _layers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-
-def forget_layers() -> None:
-    """Let the next call of `bdmv_layer` use its configs, as after the tables have changed."""
-    _layers.clear()
 
 
 @cache

@@ -1,7 +1,8 @@
 """Which config a kernel runs with: tables of JSON, one file an architecture and kernel.
 
-A file lists rows under the dtype's size in bytes; the first row whose limits hold is taken, so a
-lookup is a pure function of shape and device and all ranks of a job choose alike.
+A file lists rows under the dtype's size in bytes; the first row that serves the shape is taken, the
+user's file before the shipped one, so that a lookup is a pure function of shape, device and files,
+and all ranks of a job choose alike.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,47 +51,81 @@ def architecture(device: torch.device) -> str:
 
 @cache
 def table(kernel: str, arch: str) -> tuple[Path, Table]:
-    """The file that serves `kernel` on `arch`, and its rows."""
-    own = cache_dir() / arch / f"{kernel}.json"
-    if own.is_file():
-        try:
-            return own, _read(own, kernel)
-        except (OSError, ValueError) as error:
-            warnings.warn(f"{own} is ignored: {error}", stacklevel=2)
+    """The shipped file that serves `kernel` on `arch`, and its rows."""
     shipped = CONFIGS / arch / f"{kernel}.json"
     if not shipped.is_file():
         shipped = CONFIGS / "default" / f"{kernel}.json"
-    return shipped, _read(shipped, kernel)
+    rows = read(shipped, kernel)
+    if any(not part or part[-1].get("max") != {} for part in rows.values()):
+        raise ValueError(f"the last rows of {shipped} must serve every shape")
+    return shipped, rows
 
 
-def _read(file: Path, kernel: str) -> Table:
-    rows = json.loads(file.read_text())
+def own_file(kernel: str, arch: str) -> Path:
+    """Where the user's own rows of `kernel` on `arch` lie, if there are any."""
+    return cache_dir() / arch / f"{kernel}.json"
+
+
+_ignored: set[Path] = set()
+
+
+@cache
+def own_table(kernel: str, arch: str) -> tuple[Path, Table]:
+    """The user's file and its rows, none where it is missing or broken; a broken one warns once."""
+    own = own_file(kernel, arch)
+    try:
+        return own, read(own, kernel)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        if own not in _ignored:
+            _ignored.add(own)
+            warnings.warn(f"{own} is ignored: {error}", stacklevel=2)
+    return own, {"2": [], "4": []}
+
+
+def read(file: Path, kernel: str) -> Table:
+    """The rows of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no table of `kernel`; which row or value is wrong.
+    """
+    rows = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(rows, dict) or set(rows) != {"2", "4"}:
         raise ValueError('it must hold rows under "2" and "4", the bytes of a number')
     for part in rows.values():
-        if not isinstance(part, list) or not part or not all(map(_is_row, part)):
-            raise ValueError(
-                'a row must be {"max": {limit: number}, "config": {parameter: number}, "wins": bool}'
-            )
-        if part[-1]["max"]:
-            raise ValueError("its last row must serve every shape")
+        if not isinstance(part, list):
+            raise ValueError(f"it must hold lists of rows, not {part!r}")
         for row in part:
-            _check_config(row["config"], kernel)
+            check_row(row, kernel)
     return rows
 
 
+def check_row(row: object, kernel: str) -> None:
+    """Raise a ValueError unless `row` is one of a table of `kernel`."""
+    if not _is_row(row):
+        raise ValueError(
+            'a row must be {"max": {limit: number}, "config": {parameter: number}, "wins": bool}, or have '
+            f'{{"at": {{"out": number, "in": number, "tokens": number}}}} for "max", unlike {row}'
+        )
+    check_config(row["config"], kernel)  # type: ignore[index]
+
+
 def _is_row(row: object) -> bool:
+    if not isinstance(row, dict) or len(row) != 3 or not isinstance(row.get("wins"), bool):
+        return False
+    served: Any = row.get("at", row.get("max"))
     return (
-        isinstance(row, dict)
-        and set(row) == {"max", "config", "wins"}
-        and isinstance(row["wins"], bool)
-        and all(isinstance(row[part], dict) for part in ("max", "config"))
-        and set(row["max"]) <= {"out", "in", "tokens"}
-        and all(type(number) is int for part in ("max", "config") for number in row[part].values())
+        all(isinstance(part, dict) for part in (served, row.get("config")))
+        and set(served) <= {"out", "in", "tokens"}
+        and (len(served) == 3 or "max" in row)
+        and all(type(number) is int for part in (served, row["config"]) for number in part.values())
     )
 
 
-def _check_config(config: dict[str, int], kernel: str) -> None:
+def check_config(config: dict[str, int], kernel: str) -> None:
+    """Raise a ValueError unless `kernel` can be launched with `config`."""
     tiles, others, smallest = PARAMETERS[kernel]
     wanted = {*tiles, *others, "num_warps", "num_stages"}
     if not wanted <= set(config) <= wanted | AMD_OPTIONS:
@@ -101,22 +138,71 @@ def _check_config(config: dict[str, int], kernel: str) -> None:
         raise ValueError(f"numbers must be positive, unlike {config}")
 
 
+_without: set[str] = set()
+
+
 @cache
 def _lookup(kernel: str, arch: str, itemsize: int, n_out: int, n_in: int, bucket: int) -> Row:
     asked = {"out": n_out, "in": n_in, "tokens": bucket}
-    for row in table(kernel, arch)[1][str(itemsize)]:
-        if all(asked[name] <= limit for name, limit in row["max"].items()):
-            return row
+    for _, rows in (own_table(kernel, arch), table(kernel, arch)):
+        for row in rows[str(itemsize)]:
+            if row.get("at") == asked or (
+                "max" in row and all(asked[name] <= limit for name, limit in row["max"].items())
+            ):
+                return row | {"wins": False} if kernel in _without else row
     raise LookupError(f"no {kernel} config for {asked} on {arch}")
+
+
+generation = 0  # how often the files may have changed: what was derived from a lookup ages with it
+
+
+def refresh() -> None:
+    """Read the files anew at the next lookup, as after they were written."""
+    global generation
+    generation += 1
+    for cached in (table, own_table, _lookup):
+        cached.cache_clear()
+
+
+@contextmanager
+def without(kernel: str) -> Iterator[None]:
+    """Let "auto" do without a kernel meanwhile, so that what it runs in its place can be measured."""
+    _without.add(kernel)
+    refresh()
+    try:
+        yield
+    finally:
+        _without.discard(kernel)
+        refresh()
+
+
+def exact(kernel: str, arch: str, itemsize: int, n_out: int, n_in: int, bucket: int) -> Row | None:
+    """The row of the user's that was measured at just this shape, None where there is none."""
+    at = {"out": n_out, "in": n_in, "tokens": bucket}
+    rows = own_table(kernel, arch)[1][str(itemsize)]
+    return next((row for row in rows if row.get("at") == at), None)
+
+
+def file_of(kernel: str, arch: str, config: dict[str, int]) -> Path:
+    """The file that a config of `lookup`'s came from."""
+    for file, rows in (own_table(kernel, arch), table(kernel, arch)):
+        if any(row["config"] is config for part in rows.values() for row in part):
+            return file
+    raise LookupError(f"{config} is in no file of {kernel} on {arch}")
+
+
+def bucket_of(tokens: int) -> int:
+    """The next power of two, by which tokens count, so that few configs are ever compiled."""
+    return 1 << max(0, tokens - 1).bit_length()
 
 
 def lookup(kernel: str, device: torch.device, dtype: torch.dtype, n_out: int, n_in: int, tokens: int) -> Row:
     """The row for blocks of `(n_out, n_in)` and that many tokens: launch parameters under "config",
     and under "wins" whether they were faster than PyTorch's own products when that was measured.
 
-    Tokens count by bucket, the next power of two, so that few configs are ever compiled.
+    Tokens count by bucket.
     """
-    bucket = 1 << max(0, tokens - 1).bit_length()
+    bucket = 1 << max(0, tokens - 1).bit_length()  # `bucket_of`, in line: this runs at every call
     return _lookup(kernel, architecture(device), dtype.itemsize, n_out, n_in, bucket)
 
 

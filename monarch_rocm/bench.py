@@ -1,8 +1,7 @@
 """`monarch-rocm bench`: layers against what they replace, on the GPU at hand.
 
-All competitors of a case run in one process and take turns, on fresh random data, with the cache
-flushed before each run and the host far enough ahead that only the device's time counts. Every case
-also shows the floor: the larger of its bytes over the measured copy bandwidth and its FLOPs over the
+All competitors of a case run in one process and take turns (`timing`), on fresh random data. Every
+case also shows the floor: the larger of its bytes over the measured copy bandwidth and its FLOPs over the
 measured matrix rate.
 """
 
@@ -14,7 +13,6 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +31,8 @@ from monarch_rocm.dispatch import triton_state
 from monarch_rocm.kernels import tuning
 from monarch_rocm.planning import plan
 from monarch_rocm.shape import MonarchShape
+from monarch_rocm.timing import Run, measure
 
-Run = Callable[[], Any]
 LAYERS = 16  # whose weights a decoding step walks through, so that they come from memory
 
 
@@ -173,27 +171,6 @@ def _graph(run: Run) -> Run:
         with torch.cuda.graph(graph):
             run()
     return graph.replay
-
-
-def measure(runs: dict[str, Run], rounds: int, train: bool) -> dict[str, list[float]]:
-    """Microseconds of each run in each round; runs take turns."""
-    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    with torch.set_grad_enabled(train):
-        for run in runs.values():
-            for _ in range(3):
-                run()
-        for _ in range(rounds):
-            for name, run in runs.items():
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                flush.zero_()
-                torch.cuda._sleep(8_000_000 if train else 1_000_000)  # the host gets ahead meanwhile
-                begin.record()
-                run()
-                end.record()
-                end.synchronize()
-                times[name].append(begin.elapsed_time(end) * 1e3)
-    return times
 
 
 def ceilings(dtype: torch.dtype, rounds: int) -> tuple[float, float]:

@@ -10,7 +10,14 @@ import torch
 from rich.console import Console
 
 import monarch_rocm
-from monarch_rocm import doctor
+from monarch_rocm import dispatch, doctor
+from monarch_rocm.shape import LAYOUTS, MonarchShape
+
+DTYPES = ("bfloat16", "float16", "float32")
+TUNE = """\
+Measure every config of the kernels that a layer launches, and PyTorch's products, on this GPU, and
+keep the winners in your own tables, which go before the shipped ones: 'auto' then takes a kernel
+exactly where it was measured faster. docs/tuning.md says more."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,15 +30,54 @@ def main(argv: list[str] | None = None) -> int:
     )
     timing = commands.add_parser("bench", help="time layers against nn.Linear and others on this GPU")
     timing.add_argument("--out", type=Path, default=Path("bench"), help="results, without the ending")
-    timing.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    timing.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     timing.add_argument(
         "--kind", choices=("forward", "train", "decode", "stack"), help="only cases of this kind"
     )
     timing.add_argument("--rounds", type=int, default=30, help="runs of each competitor")
     timing.add_argument("--compiled", action="store_true", help="also torch.compile of the einsum form")
+    tuning = commands.add_parser(
+        "tune",
+        help="find the fastest kernel configs of your layers on this GPU",
+        description=TUNE,
+        epilog="example: monarch-rocm tune 4096 14336 --layer 14336,4096 --tokens 1 8192",
+    )
+    tuning.add_argument("in_features", metavar="IN", nargs="?", type=int, help="input width of a layer")
+    tuning.add_argument("out_features", metavar="OUT", nargs="?", type=int, help="its output width")
+    tuning.add_argument(
+        "--layer",
+        metavar="IN,OUT",
+        dest="layers",
+        action="append",
+        default=[],
+        type=_integers,
+        help="another layer; may be given many times",
+    )
+    tuning.add_argument(
+        "--nblocks", metavar="N|K,L", type=_integers, default=(4,), help="blocks of each factor (4)"
+    )
+    tuning.add_argument("--rank", metavar="R", type=int, help="as MonarchLinear's (its default)")
+    tuning.add_argument(
+        "--layout", choices=LAYOUTS, default="interleaved", help="order of the outputs (interleaved)"
+    )
+    tuning.add_argument(
+        "--tokens",
+        metavar="T",
+        nargs="+",
+        type=int,
+        default=[1, 16, 1024, 8192],
+        help="rows of the input, each rounded up to a power of two (1 16 1024 8192)",
+    )
+    tuning.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of input and factors (bfloat16)")
+    tuning.add_argument("--train", action="store_true", help="tune the gradients too")
+    tuning.add_argument(
+        "--rounds", metavar="N", type=int, default=20, help="timed runs of each finalist (20)"
+    )
     arguments = parser.parse_args(argv)
     if arguments.command == "bench":
         return _bench(arguments)
+    if arguments.command == "tune":
+        return _tune(arguments)
     found = doctor.facts()
     width = max(map(len, found))
     print("\n".join(f"{name:{width}}  {value}" for name, value in found.items()))
@@ -51,3 +97,55 @@ def _bench(arguments: argparse.Namespace) -> int:
     dtype = getattr(torch, arguments.dtype)
     bench.bench(arguments.out, cases, dtype, arguments.rounds, arguments.compiled, Console())
     return 0
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number and no pair such as 4096,14336") from None
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    dtype, reason = getattr(torch, arguments.dtype), None
+    if not torch.cuda.is_available():
+        reason = "a ROCm or CUDA GPU, and PyTorch finds none"
+    elif (state := dispatch.triton_state()[1]) is not None:
+        reason = f"Triton, and {state}"
+    if reason is not None:
+        print(f"monarch-rocm tune needs {reason}", file=sys.stderr)
+        return 1
+    try:
+        shapes = _shapes(arguments)
+    except ValueError as error:
+        print(f"monarch-rocm tune: {error}", file=sys.stderr)
+        return 2
+    from monarch_rocm import tune
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        tune.tune(shapes, arguments.tokens, dtype, device, arguments.train, arguments.rounds, Console())
+    except (OSError, torch.OutOfMemoryError) as error:
+        print(f"monarch-rocm tune stopped, and kept what it had found: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _shapes(arguments: argparse.Namespace) -> list[MonarchShape]:
+    """The layers that were asked for; a ValueError says what was given and what fits."""
+    layers = list(arguments.layers)
+    if arguments.in_features is not None:
+        given = (arguments.in_features, arguments.out_features)
+        layers.insert(0, tuple(size for size in given if size is not None))
+    if not layers:
+        raise ValueError("no layer was given: write IN OUT, or --layer IN,OUT for each")
+    for layer in layers:
+        if len(layer) != 2:
+            raise ValueError(f"a layer has two sizes, IN and OUT, but {layer} was given")
+    if arguments.rounds < 4:
+        raise ValueError(f"--rounds must be at least 4, but {arguments.rounds} was given")
+    if min(arguments.tokens) < 1:
+        raise ValueError(f"--tokens must be at least 1, but {min(arguments.tokens)} was given")
+    nblocks = arguments.nblocks[0] if len(arguments.nblocks) == 1 else arguments.nblocks
+    rank, layout = arguments.rank, arguments.layout
+    return [MonarchShape(width, out, nblocks, rank, layout) for width, out in layers]

@@ -180,13 +180,19 @@ def fused_config(
     """Launch parameters of the fused kernel, None where it cannot serve the shape or does not win."""
     if path == "torch":
         return None
+    sizes = fused_sizes(factor1, factor2)
+    return None if sizes is None else config_for("fused", path, dtype, device, *sizes, tokens)
+
+
+def fused_sizes(factor1: Any, factor2: Any) -> tuple[int, int] | None:
+    """By what the fused kernel's table is looked up, the widest sides of the layer and of its blocks;
+    None where it cannot serve the shape.
+    """
     (blocks, n_hidden, n_in), (out_blocks, n_out, width) = factor1, factor2
     powers = (blocks, out_blocks, n_hidden, width)
     if n_hidden % out_blocks or min(n_hidden, width) < 16 or any(n & (n - 1) for n in powers):
         return None
-    features = max(blocks * n_in, out_blocks * n_out, blocks * n_hidden)
-    size = max(n_in, n_out, n_hidden, width)
-    return config_for("fused", path, dtype, device, features, size, tokens)
+    return max(blocks * n_in, out_blocks * n_out, blocks * n_hidden), max(n_in, n_out, n_hidden, width)
 
 
 class Route(NamedTuple):
@@ -199,7 +205,13 @@ class Route(NamedTuple):
 
 @cache
 def _route(
-    path: str, dtype: torch.dtype, device: torch.device, factor1: Any, factor2: Any, tokens: int
+    generation: int,
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    factor1: Any,
+    factor2: Any,
+    tokens: int,
 ) -> Route:
     config = fused_config(path, dtype, device, factor1, factor2, tokens)
     if config is not None:
@@ -219,14 +231,8 @@ def route(
     """The route of a layer with factors of these shapes; tokens count by bucket."""
     if path == "torch":
         return BATCHED
-    return _route(path, dtype, device, factor1, factor2, 1 << max(0, tokens - 1).bit_length())
-
-
-def forget_routes() -> None:
-    """Look configs up anew, as after the tables have changed."""
-    _route.cache_clear()
-    if kernels.cache_info().currsize:
-        kernels().bdmv.forget_layers()
+    tuning = kernels().tuning
+    return _route(tuning.generation, path, dtype, device, factor1, factor2, tuning.bucket_of(tokens))
 
 
 def linear(
@@ -252,10 +258,7 @@ def linear(
         layer = kernels().bdmv.bdmv_layer
         return layer(x, *factors, out_features, interleaved, first.config, second.config)
     (blocks, n_hidden, _), (out_blocks, n_out, n_in) = factor1, factor2
-    if first is None:
-        h = batched.stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, inside=True)
-    else:
-        h = first.run(x, blkdiag1, None, blocks * n_hidden, 1, 1, True, first.config)
+    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path, inside=True)
     if second is not None:
         group = n_out if interleaved else 1
         y = second.run(h, blkdiag2, bias, out_features, n_in, group, False, second.config)
@@ -279,12 +282,13 @@ def stage(
     group_out: int,
     hidden: bool,
     path: str,
+    inside: bool = False,
 ) -> torch.Tensor:
     """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on `path`."""
     _, n_out, n_in = w.shape
     product = product_for(path, x.dtype, x.device, n_out, n_in, x.shape[0])
     if product is None:
-        return batched.stage(x, w, out_features, group_in, group_out, hidden)
+        return batched.stage(x, w, out_features, group_in, group_out, hidden, inside)
     return product.run(x, w, None, out_features, group_in, group_out, hidden, product.config)
 
 

@@ -13,7 +13,13 @@ import monarch_rocm
 from monarch_rocm import dispatch
 from monarch_rocm.kernels import tuning
 
-VARIABLES = ("MONARCH_ROCM_BACKEND", "MONARCH_ROCM_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_INTERPRET")
+VARIABLES = (
+    "MONARCH_ROCM_AUTOTUNE",
+    "MONARCH_ROCM_BACKEND",
+    "MONARCH_ROCM_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_INTERPRET",
+)
 OPTIONAL = ("transformers", "peft", "safetensors", "torchmonarch")
 
 

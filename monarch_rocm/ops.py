@@ -19,11 +19,12 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from monarch_rocm import dispatch
+from monarch_rocm import autotune, dispatch
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.shape import MonarchShape
 
 _LIBRARY = torch.library.Library("monarch_rocm", "DEF")
+_dispatch = autotune.launchers()
 _SCHEMAS = (
     # y (..., out_features) and, with `keep`, the hidden features (..., K*Q), else none of them
     "linear(Tensor x, Tensor blkdiag1, Tensor blkdiag2, Tensor? bias, SymInt out_features, str layout, "
@@ -83,7 +84,7 @@ def _run(
     path = dispatch.path_of(backend, x.dtype, x.device.type)
     interleaved = layout == "interleaved"
     bias = None if bias is None else bias.contiguous()
-    return dispatch.linear(_rows(x), blkdiag1, blkdiag2, bias, out_features, interleaved, keep, path)
+    return _dispatch.linear(_rows(x), blkdiag1, blkdiag2, bias, out_features, interleaved, keep, path)
 
 
 @_impl("stage")
@@ -91,7 +92,7 @@ def _stage(
     x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int, hidden: bool, backend: str
 ) -> Tensor:
     path = dispatch.path_of(backend, x.dtype, x.device.type)
-    y = dispatch.stage(_rows(x), w, out_features, group_in, group_out, hidden, path)
+    y = _dispatch.stage(_rows(x), w, out_features, group_in, group_out, hidden, path)
     return _like(y, x)
 
 
@@ -107,13 +108,13 @@ def _stage_wgrad(
     backend: str,
 ) -> Tensor:
     path = dispatch.path_of(backend, g.dtype, g.device.type)
-    return dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, path)
+    return _dispatch.stage_wgrad(_rows(g), _rows(a), blocks, n_out, n_in, group_out, group_in, path)
 
 
 @_impl("interleave")
 def _interleave(x: Tensor, rows: int, columns: int, out_features: int, backend: str) -> Tensor:
     path = dispatch.path_of(backend, x.dtype, x.device.type)
-    y = dispatch.interleave(_rows(x), rows, columns, out_features, None, path)
+    y = _dispatch.interleave(_rows(x), rows, columns, out_features, None, path)
     return _like(y, x)
 
 

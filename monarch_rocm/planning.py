@@ -102,7 +102,7 @@ def _launches(
 
     def kernel(name: str, config: dict[str, int]) -> dict[str, Any]:
         tuning = dispatch.kernels().tuning
-        return {"kernel": name, "file": tuning.table(name, tuning.architecture(device))[0], **config}
+        return {"kernel": name, "file": tuning.file_of(name, tuning.architecture(device), config), **config}
 
     def moved(features: int, weights: int = 0) -> dict[str, int]:
         return {"bytes": (tokens * features + weights) * dtype.itemsize}

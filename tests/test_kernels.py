@@ -35,7 +35,7 @@ def path(request, monkeypatch):
     """Force one family of kernels, whatever the tables say that is fastest."""
     force(request.param, monkeypatch)
     yield request.param
-    dispatch.forget_routes()
+    tuning.refresh()
 
 
 def force(path, monkeypatch):
@@ -49,7 +49,7 @@ def force(path, monkeypatch):
         return tuning.lookup(kernel, torch.device("cpu"), dtype, *sizes)["config"]
 
     monkeypatch.setattr(dispatch, "config_for", config_for)
-    dispatch.forget_routes()
+    tuning.refresh()
 
 
 def check(shape, operands, grad, backend="triton"):

@@ -94,6 +94,8 @@ def test_installed_wheel_works_away_from_the_checkout(built, tmp_path):
         "torch.testing.assert_close(layer(x), layer.to_linear()(x))\n"
         "from monarch_rocm.kernels import tuning\n"
         "assert tuning.table('bdmm', 'none')[1]\n"
+        "from monarch_rocm.kernels import space\n"
+        "assert space.candidates('bdmm', rocm=True)\n"
     )
     done = python(code, tmp_path, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stderr

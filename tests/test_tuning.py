@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from monarch_rocm import MonarchShape, dispatch, plan
 from monarch_rocm.kernels import tuning
 
 FILES = sorted(tuning.CONFIGS.glob("*/*.json"))
@@ -15,19 +16,17 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fresh():
-    def clear():
-        tuning.table.cache_clear()
-        tuning._lookup.cache_clear()
-
-    clear()
+    tuning.refresh()
+    tuning._ignored.clear()
     yield
-    clear()
+    tuning.refresh()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
 def test_shipped_tables_are_whole_and_fit_local_memory(file):
     """Operand tiles of all stages within the 64 KB of LDS that gfx90a and gfx942 have."""
-    rows = tuning._read(file, file.stem)
+    rows = tuning.read(file, file.stem)
+    assert tuning.table(file.stem, file.parent.name) == (file, rows)
     for itemsize in (2, 4):
         for row in rows[str(itemsize)]:
             config = row["config"]
@@ -50,6 +49,9 @@ def test_tokens_count_by_bucket():
     found = {str(tuning.lookup("bdmm", CPU, torch.float32, 64, 64, tokens)) for tokens in range(1025, 2049)}
     assert len(found) == 1
     assert tuning._lookup.cache_info().currsize == 1
+    tuning._lookup("bdmm", "default", 4, 64, 64, tuning.bucket_of(1025))
+    assert tuning._lookup.cache_info().currsize == 1
+    assert [tuning.bucket_of(tokens) for tokens in (0, 1, 2, 3, 4, 5)] == [1, 1, 2, 4, 4, 8]
 
 
 def own_table(folder, text):
@@ -64,13 +66,81 @@ def test_own_table_goes_first(tmp_path, monkeypatch):
     last = {"max": {}, "config": CONFIG, "wins": False}
     rows = {"2": [last | {"config": CONFIG | {"BT": 32}}], "4": [last]}
     file = own_table(tmp_path, json.dumps(rows))
-    assert tuning.table("bdmm", "default")[0] == file
-    assert tuning.lookup("bdmm", CPU, torch.float32, 8, 8, 8) == last
+    found = tuning.lookup("bdmm", CPU, torch.float32, 8, 8, 8)
+    assert found == last
+    assert tuning.file_of("bdmm", "default", found["config"]) == file
+
+
+AT = {"out": 64, "in": 32, "tokens": 128}
+
+
+def test_tuned_row_serves_its_shape_and_bucket_and_nothing_else(tmp_path, monkeypatch):
+    """All else falls through to the shipped table, of which the user's file is no replacement."""
+    monkeypatch.setenv("MONARCH_ROCM_CACHE_DIR", str(tmp_path))
+    tuned = {"at": AT, "config": CONFIG | {"num_warps": 1}, "wins": True}
+    file = own_table(tmp_path, json.dumps({"2": [], "4": [tuned]}))
+    shipped = tuning.CONFIGS / "default" / "bdmm.json"
+
+    def source(dtype, *sizes):
+        return tuning.file_of("bdmm", "default", tuning.lookup("bdmm", CPU, dtype, *sizes)["config"])
+
+    assert tuning.lookup("bdmm", CPU, torch.float32, 64, 32, 100) == tuned
+    assert [source(torch.float32, 64, 32, tokens) for tokens in (65, 128)] == [file, file]
+    others = [(64, 32, 64), (64, 32, 129), (63, 32, 128), (64, 16, 128), (32, 64, 128), (1, 1, 1)]
+    assert {source(torch.float32, *sizes) for sizes in others} == {shipped}
+    assert source(torch.float16, 64, 32, 128) == shipped
+    assert tuning.exact("bdmm", "default", 4, 64, 32, 128) == tuned
+    assert tuning.exact("bdmm", "default", 4, 64, 32, 64) is None
+    assert tuning.exact("bdmm", "gfx942", 4, 64, 32, 128) is None
+
+
+def test_plan_names_the_file_of_each_config(tmp_path, monkeypatch):
+    """One launch of a layer may be the user's and the next one shipped."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("MONARCH_ROCM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda *args: None)
+    dispatch._choose.cache_clear()
+    shape = MonarchShape(64, 96, 2)
+    _, n_out, n_in = shape.factor2
+    row = {"at": {"out": n_out, "in": n_in, "tokens": 64}, "config": CONFIG, "wins": True}
+    file = own_table(tmp_path, json.dumps({"2": [], "4": [row]}))
+    first, second = plan(shape, 64, torch.float32, "cpu", backend="triton").kernels
+    assert first["file"] == tuning.CONFIGS / "default" / "bdmm.json"
+    assert second["file"] == file
+    dispatch._choose.cache_clear()
+
+
+def test_files_are_read_again_only_after_a_refresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONARCH_ROCM_CACHE_DIR", str(tmp_path))
+    before = tuning.lookup("bdmm", CPU, torch.float32, 64, 32, 128)
+    tuned = {"at": AT, "config": CONFIG | {"num_warps": 1}, "wins": True}
+    own_table(tmp_path, json.dumps({"2": [], "4": [tuned]}))
+    assert tuning.lookup("bdmm", CPU, torch.float32, 64, 32, 128) is before
+    tuning.refresh()
+    assert tuning.lookup("bdmm", CPU, torch.float32, 64, 32, 128) == tuned
+
+
+def test_auto_can_do_without_a_kernel_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONARCH_ROCM_CACHE_DIR", str(tmp_path))
+    tuned = {"at": AT, "config": CONFIG, "wins": True}
+    own_table(tmp_path, json.dumps({"2": [], "4": [tuned]}))
+
+    def wins():
+        return tuning.lookup("bdmm", CPU, torch.float32, 64, 32, 128)["wins"]
+
+    assert wins()
+    with tuning.without("bdmm"):
+        assert not wins()
+    assert wins()
 
 
 def table(**changes):
     row = {"max": {}, "config": CONFIG | changes, "wins": True}
     return json.dumps({"2": [row], "4": [row]})
+
+
+def served(**by):
+    return json.dumps({"2": [], "4": [{"config": CONFIG, "wins": True, **by}]})
 
 
 @pytest.mark.parametrize(
@@ -79,7 +149,8 @@ def table(**changes):
         '{"2": [',
         "[]",
         "{}",
-        '{"2": [], "4": []}',
+        "[" * 100_000,
+        '{"2": []}',
         '{"2": 3, "4": 4}',
         '{"2": [{"max": {}}], "4": []}',
         '{"2": [{"max": 1, "config": {}, "wins": true}], "4": [{"max": {}, "config": {}, "wins": true}]}',
@@ -90,6 +161,11 @@ def table(**changes):
         table(BT="64"),
         table(num_stages=0),
         table(PROGRAMS=4),
+        served(),
+        served(at=AT, max={}),
+        served(at={"out": 64, "in": 32}),
+        served(at={**AT, "tokens": "128"}),
+        served(max={"width": 3}),
     ],
 )
 def test_broken_or_foreign_table_is_ignored_with_one_warning(tmp_path, monkeypatch, text):
@@ -99,4 +175,6 @@ def test_broken_or_foreign_table_is_ignored_with_one_warning(tmp_path, monkeypat
         warnings.simplefilter("always")
         for size in (8, 80, 8):
             assert tuning.lookup("bdmm", CPU, torch.float32, size, 8, 8)["config"]["BT"] >= 16
+        tuning.refresh()
+        assert tuning.lookup("bdmm", CPU, torch.float32, 8, 8, 8)
     assert ["is ignored" in str(warning.message) for warning in caught] == [True]

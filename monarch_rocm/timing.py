@@ -1,0 +1,40 @@
+"""The clock of `bench` and `tune`: competitors take turns on the GPU at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Run = Callable[[], Any]
+
+
+def measure(runs: dict[str, Run], rounds: int, train: bool) -> dict[str, list[float]]:
+    """Microseconds of each run in each round, by CUDA or HIP events on the current stream.
+
+    Runs take turns, with the cache flushed before each and the host far enough ahead that only the
+    device's time counts.
+
+    Args:
+        runs (dict of str to callable): the competitors.
+        rounds (int): turns of each, after three that are not counted.
+        train (bool): whether autograd records, as a training step needs.
+    """
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.set_grad_enabled(train):
+        for run in runs.values():
+            for _ in range(3):
+                run()
+        for _ in range(rounds):
+            for name, run in runs.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                flush.zero_()
+                torch.cuda._sleep(8_000_000 if train else 1_000_000)  # the host gets ahead meanwhile
+                begin.record()
+                run()
+                end.record()
+                end.synchronize()
+                times[name].append(begin.elapsed_time(end) * 1e3)
+    return times
