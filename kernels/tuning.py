@@ -55,10 +55,16 @@ def table(kernel: str, arch: str) -> tuple[Path, Table]:
             return own, _read(own, kernel)
         except (OSError, ValueError) as error:
             warnings.warn(f"{own} is ignored: {error}", stacklevel=2)
-    shipped = CONFIGS / arch / f"{kernel}.json"
-    if not shipped.is_file():
-        shipped = CONFIGS / "default" / f"{kernel}.json"
-    return shipped, _read(shipped, kernel)
+    return shipped(kernel, arch)
+
+
+@cache
+def shipped(kernel: str, arch: str) -> tuple[Path, Table]:
+    """What `table` finds where the user has no file of their own."""
+    file = CONFIGS / arch / f"{kernel}.json"
+    if not file.is_file():
+        file = CONFIGS / "default" / f"{kernel}.json"
+    return file, _read(file, kernel)
 
 
 def _read(file: Path, kernel: str) -> Table:
@@ -103,21 +109,28 @@ def _check_config(config: dict[str, int], kernel: str) -> None:
 
 @cache
 def _lookup(kernel: str, arch: str, itemsize: int, n_out: int, n_in: int, bucket: int) -> Row:
+    return pick(table(kernel, arch)[1], itemsize, n_out, n_in, bucket)
+
+
+def pick(table: Table, itemsize: int, n_out: int, n_in: int, bucket: int) -> Row:
+    """The first row whose limits hold."""
     asked = {"out": n_out, "in": n_in, "tokens": bucket}
-    for row in table(kernel, arch)[1][str(itemsize)]:
+    for row in table[str(itemsize)]:
         if all(asked[name] <= limit for name, limit in row["max"].items()):
             return row
-    raise LookupError(f"no {kernel} config for {asked} on {arch}")
+    raise LookupError(f"no config for {asked}")
+
+
+def bucket(tokens: int) -> int:
+    """Tokens count by the next power of two, so that few configs are ever compiled."""
+    return 1 << max(0, tokens - 1).bit_length()
 
 
 def lookup(kernel: str, device: torch.device, dtype: torch.dtype, n_out: int, n_in: int, tokens: int) -> Row:
     """The row for blocks of `(n_out, n_in)` and that many tokens: launch parameters under "config",
     and under "wins" whether they were faster than PyTorch's own products when that was measured.
-
-    Tokens count by bucket, the next power of two, so that few configs are ever compiled.
     """
-    bucket = 1 << max(0, tokens - 1).bit_length()
-    return _lookup(kernel, architecture(device), dtype.itemsize, n_out, n_in, bucket)
+    return _lookup(kernel, architecture(device), dtype.itemsize, n_out, n_in, bucket(tokens))
 
 
 def is_wide(*tensors: torch.Tensor) -> bool:

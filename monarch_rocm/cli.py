@@ -11,6 +11,7 @@ from rich.console import Console
 
 import monarch_rocm
 from monarch_rocm import doctor
+from monarch_rocm.codegen.assembly import LDS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,9 +28,20 @@ def main(argv: list[str] | None = None) -> int:
     timing.add_argument("--kind", choices=("forward", "train", "decode"), help="only cases of this kind")
     timing.add_argument("--rounds", type=int, default=30, help="runs of each competitor")
     timing.add_argument("--compiled", action="store_true", help="also torch.compile of the einsum form")
+    compiling = commands.add_parser(
+        "codegen", help="compile the kernels for CDNA GPUs, with none at hand, and judge the code"
+    )
+    compiling.add_argument("--arch", nargs="+", choices=tuple(LDS), default=tuple(LDS), help="default: all")
+    compiling.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
+    compiling.add_argument("--all", action="store_true", help="every shipped config, in some minutes")
+    compiling.add_argument("--write-budgets", action="store_true", help="accept the code as it is now")
     arguments = parser.parse_args(argv)
     if arguments.command == "bench":
         return _bench(arguments)
+    if arguments.command == "codegen":
+        if arguments.write_budgets and (arguments.all or set(arguments.arch) != set(LDS)):
+            compiling.error("--write-budgets goes with the default layers on all architectures")
+        return _codegen(arguments)
     found = doctor.facts()
     width = max(map(len, found))
     print("\n".join(f"{name:{width}}  {value}" for name, value in found.items()))
@@ -49,3 +61,14 @@ def _bench(arguments: argparse.Namespace) -> int:
     dtype = getattr(torch, arguments.dtype)
     bench.bench(arguments.out, cases, dtype, arguments.rounds, arguments.compiled, Console())
     return 0
+
+
+def _codegen(arguments: argparse.Namespace) -> int:
+    from monarch_rocm.codegen import command, compiling
+
+    reason = compiling.why_not()
+    if reason is not None:
+        print(f"monarch-rocm codegen needs Triton with its AMD backend: {reason}", file=sys.stderr)
+        return 1
+    archs = list(dict.fromkeys(arguments.arch))
+    return command.codegen(archs, arguments.all, arguments.write_budgets, arguments.json)

@@ -1,0 +1,141 @@
+"""Which launches a layer makes on an architecture: its own code runs on tensors without memory, and the
+launches are written down instead of made. So nothing here repeats how a kernel is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from monarch_rocm import dispatch, ops
+from monarch_rocm.kernels import tuning
+from monarch_rocm.shape import MonarchShape
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer and what is done with it.
+
+    `path` is "triton" for a kernel wherever there is one, "auto" for those that the tables prefer, and
+    "fused" for the whole layer in one launch. With `train`, gradients of everything are taken too.
+    """
+
+    in_features: int
+    out_features: int
+    nblocks: int
+    tokens: int
+    dtype: str = "bf16"
+    layout: str = "interleaved"
+    path: str = "triton"
+    train: bool = False
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f" rank {self.rank}"
+        return (
+            f"{self.in_features}>{self.out_features} in {self.nblocks}{rank} {self.layout}, "
+            f"{self.tokens} tokens, {self.path}"
+        )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The arguments of one `kernels.launch.launch`, and its place in the layer, as "backward 2"."""
+
+    place: str
+    kernel: Any
+    programs: int
+    tensors: tuple[torch.Tensor, ...]
+    scalars: tuple[int, ...]
+    strides: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+def launches(layer: Layer, arch: str) -> list[Launch]:
+    """What the layer launches on `arch` with the shipped configs, in order."""
+    found: list[Launch] = []
+    phase = "forward"
+
+    def record(*arguments: Any) -> None:
+        number = sum(launch.place.startswith(phase) for launch in found) + 1
+        found.append(Launch(f"{phase} {number}", *arguments))
+
+    def lookup(
+        kernel: str, device: object, dtype: torch.dtype, n_out: int, n_in: int, tokens: int
+    ) -> tuning.Row:
+        table = tuning.shipped(kernel, arch)[1]
+        row = tuning.pick(table, dtype.itemsize, n_out, n_in, tuning.bucket(tokens))
+        return row if layer.path == "auto" or kernel != "fused" else row | {"wins": layer.path == "fused"}
+
+    def path_of(*_: object) -> str:
+        return "auto" if layer.path == "auto" else "triton"
+
+    kernels = dispatch.kernels()
+    launchers = (kernels.bdmm, kernels.bdmm_wgrad, kernels.fused, kernels.interleave)
+    patches: list[Any] = [mock.patch.object(module, "launch", record) for module in launchers]
+    patches += [mock.patch.object(tuning, "lookup", lookup), mock.patch.object(dispatch, "path_of", path_of)]
+    for patch in patches:
+        patch.start()
+    try:
+        shape = MonarchShape(
+            layer.in_features, layer.out_features, layer.nblocks, rank=layer.rank, layout=layer.layout
+        )
+        x, factor1, factor2, bias = (
+            torch.empty(*size, dtype=DTYPES[layer.dtype], device="meta", requires_grad=layer.train)
+            for size in (
+                (layer.tokens, layer.in_features),
+                shape.factor1,
+                shape.factor2,
+                (layer.out_features,),
+            )
+        )
+        y = ops.monarch_linear(x, factor1, factor2, bias, shape, layer.path)
+        if layer.train:
+            phase = "backward"
+            torch.autograd.grad(y, (x, factor1, factor2, bias), torch.empty_like(y))
+    finally:
+        for patch in patches:
+            patch.stop()
+    return found
+
+
+# One layer a way of addressing: large blocks, small ones, sizes that need padding, both layouts, few
+# tokens, whole layers in one launch, and the pass between layouts after a batched product.
+DEFAULT = (
+    *(Layer(4096, 4096, 4, 8192, dtype, train=True) for dtype in ("bf16", "fp32")),
+    Layer(4096, 4096, 64, 8192, train=True),
+    Layer(4096, 4096, 16, 8192, "fp16", "blocked"),
+    Layer(1000, 1000, 8, 4096, train=True),
+    Layer(1000, 1000, 8, 4096, "fp32"),
+    *(Layer(4096, 4096, 4, tokens, dtype) for tokens in (1, 16) for dtype in ("bf16", "fp32")),
+    *(Layer(512, 512, 16, 8192, dtype, path="fused") for dtype in ("bf16", "fp32")),
+    *(Layer(4096, 4096, nblocks, 8192, path="auto") for nblocks in (4, 64)),
+)
+
+
+def every() -> tuple[Layer, ...]:
+    """Layers that reach every config of the shipped tables, by the limits that those name."""
+    found = []
+    for dtype in ("bf16", "fp32"):
+        found += [
+            Layer(16 * size, 16 * size, 16, 8192, dtype, train=True, rank=width // 16)
+            for size in (16, 32, 64, 128)
+            for width in (16, 32, 64, 128)
+        ]
+        found += [
+            Layer(4 * size, 4 * size, 4, tokens, dtype)
+            for size in (64, 256, 1024)
+            for tokens in (1, 2, 4, 16)
+        ]
+        found.append(Layer(512, 512, 16, 8192, dtype, path="fused"))
+        found += [
+            Layer(rows * columns, rows * columns, rows, 8192, dtype, path="auto", rank=1)
+            for rows in (4, 8, 16, 32, 64)
+            for columns in (4, 8, 16, 32, 128)
+        ]
+    return tuple(found)
