@@ -70,12 +70,10 @@ RULES: dict[str, Callable[[Row], str | None]] = {
 }
 
 
-def _bank_conflicts(row: Row, executed: Mapping[str, Executed]) -> str | None:
-    """Judged only where the interpreter ran this very code."""
-    found = executed.get(row.key)
-    if found is None or found.digest != row.report.digest or found.conflicts <= CONFLICTS:
+def _bank_conflicts(conflicts: float) -> str | None:
+    if conflicts <= CONFLICTS:
         return None
-    return f"local memory takes {found.conflicts:.2f} times the clocks it takes without bank conflicts"
+    return f"local memory takes {conflicts:.2f} times the clocks it takes without bank conflicts"
 
 
 def _over_budget(row: Row, budget: Numbers) -> str | None:
@@ -95,25 +93,28 @@ def judge(
 ) -> list[Failure]:
     """What the rows break that no exception allows, and exceptions for rows that break nothing.
 
-    Without `budgets`, numbers are compared with nothing; with them, each row must have one.
+    Bank conflicts are judged where `executed` is of this very code. Without `budgets`, numbers are
+    compared with nothing; with them, each row must have one.
     """
-    broken = [(row.key, rule, check(row)) for row in rows for rule, check in RULES.items()]
-    broken += [(row.key, "bank conflicts", _bank_conflicts(row, executed)) for row in rows]
-    if budgets is not None:
-        for row in rows:
+    judged = [(row.key, rule, check(row)) for row in rows for rule, check in RULES.items()]
+    for row in rows:
+        found = executed.get(row.key)
+        if found is not None and found.digest == row.report.digest:
+            judged.append((row.key, "bank conflicts", _bank_conflicts(found.conflicts)))
+        if budgets is not None:
             budget = budgets.get(row.key)
             message = "has none; --write-budgets writes it" if budget is None else _over_budget(row, budget)
-            broken.append((row.key, "budget", message))
+            judged.append((row.key, "budget", message))
+
     failures = []
     needed = set()
-    for key, rule, message in broken:
-        if message is None:
-            continue
-        allowed = {each for each in exceptions if each.covers(rule, key)}
-        needed |= allowed
-        if not allowed:
-            failures.append(Failure(rule, key, message))
+    for key, rule, message in judged:
+        if message is not None:
+            allowed = {each for each in exceptions if each.covers(rule, key)}
+            needed |= allowed
+            if not allowed:
+                failures.append(Failure(rule, key, message))
     for each in exceptions:
-        if each not in needed and any(each.covers(each.rule, row.key) for row in rows):
+        if each not in needed and any(each.covers(rule, key) for key, rule, _ in judged):
             failures.append(Failure(each.rule, each.rows, "the exception is needed no more: remove it"))
     return failures
