@@ -71,4 +71,8 @@ def _codegen(arguments: argparse.Namespace) -> int:
         print(f"monarch-rocm codegen needs Triton with its AMD backend: {reason}", file=sys.stderr)
         return 1
     archs = list(dict.fromkeys(arguments.arch))
-    return command.codegen(archs, arguments.all, arguments.write_budgets, arguments.json)
+    try:
+        return command.codegen(archs, arguments.all, arguments.write_budgets, arguments.json)
+    except RuntimeError as error:
+        print(f"monarch-rocm codegen: {error}", file=sys.stderr)
+        return 1

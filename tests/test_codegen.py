@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from monarch_rocm import cli, dispatch
-from monarch_rocm.codegen import gate, layers, stored
+from monarch_rocm.codegen import command, compiling, gate, layers, stored
 from monarch_rocm.codegen.assembly import read, waves
 from monarch_rocm.codegen.compiling import Row
 from monarch_rocm.codegen.stored import Allowed, Executed
@@ -250,18 +250,28 @@ def test_without_triton_it_says_so(capsys, monkeypatch):
     assert "Triton is not installed" in capsys.readouterr().err
 
 
+def test_a_launch_that_does_not_compile_is_named(capsys, monkeypatch):
+    pytest.importorskip("triton")
+    layer = layers.Layer(4096, 4096, 4, 8192)
+    first, *_ = layers.launches(layer, "gfx942")
+    monkeypatch.setattr(compiling, "compile_launch", mock.Mock(side_effect=ValueError("too wide")))
+    with pytest.raises(RuntimeError, match=r"bdmm, forward 1 of 4096>4096 .* gfx942 .*: too wide"):
+        compiling.compile_row(layer, first, "gfx942")
+    monkeypatch.setattr(command, "compile_layers", mock.Mock(side_effect=RuntimeError("no such thing")))
+    assert cli.main(["codegen"]) == 1
+    assert "no such thing" in capsys.readouterr().err
+
+
 COMPILE = """
 import json, sys
 from dataclasses import replace
 from monarch_rocm.codegen import compiling, gate, layers
-from monarch_rocm.codegen.assembly import read
 
 arch, changes = sys.argv[1], json.loads(sys.argv[2])
-launch = layers.launches(layers.Layer(4096, 4096, 4, 8192), arch)[0]
+layer = layers.Layer(4096, 4096, 4, 8192)
+launch = layers.launches(layer, arch)[0]
 launch = replace(launch, constants=launch.constants | changes)
-compiled = compiling.compile_launch(launch, arch)
-report = read(compiled.asm["amdgcn"], arch, compiled.metadata.shared, compiled.metadata.num_warps)
-row = compiling.Row(arch, "bdmm", "a layer", "forward 1", "bf16", {}, report)
+row = compiling.compile_row(layer, launch, arch)
 print(json.dumps([failure.rule for failure in gate.judge([row], [], {}, None)]))
 """
 

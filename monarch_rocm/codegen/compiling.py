@@ -50,6 +50,9 @@ def compile_layers(archs: Sequence[str], layers: Sequence[Layer]) -> Iterator[li
     """For each layer on each architecture, in that order, a row for each of its launches.
 
     Processes of their own compile, one a core, since Triton's interpreter may be on in this one.
+
+    Raises:
+        RuntimeError: a launch that does not compile.
     """
     jobs = [(arch, layer) for arch in archs for layer in layers]
     processes = min(len(os.sched_getaffinity(0)), len(jobs))
@@ -65,13 +68,19 @@ def _start() -> None:
 
 def _compile_layer(job: tuple[str, Layer]) -> list[Row]:
     arch, layer = job
-    rows = []
-    for launch in launches(layer, arch):
+    return [compile_row(layer, launch, arch) for launch in launches(layer, arch)]
+
+
+def compile_row(layer: Layer, launch: Launch, arch: str) -> Row:
+    """Compile one of the layer's launches and read the code."""
+    kernel = launch.kernel.__name__.removesuffix("_kernel")
+    try:
         compiled = compile_launch(launch, arch)
-        report = read(compiled.asm["amdgcn"], arch, compiled.metadata.shared, compiled.metadata.num_warps)
-        name = launch.kernel.__name__.removesuffix("_kernel")
-        rows.append(Row(arch, name, str(layer), launch.place, layer.dtype, launch.constants, report))
-    return rows
+    except Exception as error:
+        place = f"{kernel}, {launch.place} of {layer} in {layer.dtype}, on {arch}"
+        raise RuntimeError(f"{place} does not compile: {error}") from error
+    report = read(compiled.asm["amdgcn"], arch, compiled.metadata.shared, compiled.metadata.num_warps)
+    return Row(arch, kernel, str(layer), launch.place, layer.dtype, launch.constants, report)
 
 
 def compile_launch(launch: Launch, arch: str) -> Any:
