@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test test-fast lint bench doctor clean
+.PHONY: demo test test-fast lint codegen bench doctor clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
@@ -20,6 +20,9 @@ lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+codegen: $(VENV)/base
+	$(VENV)/bin/monarch-rocm codegen --arch gfx90a gfx942 gfx950
 
 bench: $(VENV)/dev
 	$(VENV)/bin/monarch-rocm bench --compiled --out bench

@@ -36,7 +36,7 @@ def locate(b, o_n, BLOCKS: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
         return o_n, (o_f % GROUP) * (BLOCKS * N // GROUP) + o_f // GROUP
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def bdmm_kernel(
     x,
     w,

@@ -15,7 +15,7 @@ from monarch_rocm.kernels.bdmm import locate
 from monarch_rocm.kernels.launch import Constants, cdiv, launch
 
 
-@triton.jit(do_not_specialize=["tokens", "span"])
+@triton.jit
 def bdmm_wgrad_kernel(
     g,
     a,

@@ -27,7 +27,7 @@ def wait_for_previous_launch():
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def bdmv_kernel(
     x,
     w,
@@ -51,17 +51,19 @@ def bdmv_kernel(
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FULL: tl.constexpr,
     BT: tl.constexpr,
     BO: tl.constexpr,
     BI: tl.constexpr,
 ):
+    # FULL: there are BT tokens, so that no mask keeps the loads of hidden features narrow.
     # OVERLAP 0: launches follow each other; 1: wait first; 2: read weights first, which the previous
     # launch does not write, nor any before it, since it waited for those.
     TILES: tl.constexpr = (N_OUT + BO - 1) // BO
     i_o = tl.program_id(0) % TILES
     i_b = tl.program_id(0) // TILES
     o_t = tl.arange(0, BT)
-    m_t = o_t < tokens
+    m_t = o_t < (BT if FULL else tokens)
     o_o = i_o * BO + tl.arange(0, BO)
     o_row, o_y = locate(i_b, o_o, BLOCKS, N_OUT, GROUP_OUT)
     m_o = o_o < N_OUT
@@ -116,7 +118,7 @@ def bdmv(
     config: dict[str, int],
 ) -> torch.Tensor:
     """What `bdmm` computes, for at most `config["BT"]` tokens; arguments and result are the same."""
-    config = config | options(x.device, follows=False)
+    config = _complete(config, x, follows=False)
     return launch_stage(bdmv_kernel, 1, x, w, bias, out_features, group_in, group_out, hidden, config)
 
 
@@ -174,8 +176,7 @@ def bdmv_layer(
     y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y, h
-    config1 = config1 | options(x.device, follows=False)
-    config2 = config2 | options(x.device, follows=True)
+    config1, config2 = _complete(config1, x, follows=False), _complete(config2, x, follows=True)
     arguments1 = stage_arguments(x, w1, None, h, 1, 1, config1)
     arguments2 = stage_arguments(h, w2, bias, y, n_in, n_out if interleaved else 1, config2)
     programs1, programs2 = blocks * cdiv(n_hidden, config1["BO"]), out_blocks * cdiv(n_out, config2["BO"])
@@ -191,14 +192,18 @@ def bdmv_layer(
 _layers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
-@cache
-def options(device: torch.device, follows: bool) -> dict[str, int]:
-    """How a launch may overlap with the one before, which `follows` says is `bdmv` and did not write `w`.
+def _complete(config: dict[str, int], x: torch.Tensor, follows: bool) -> dict[str, int]:
+    """A config with what the call adds; `follows` where the launch before is `bdmv` and did not write `w`."""
+    overlap = 0
+    if overlaps(x.device):
+        overlap = 2 if follows else 1
+    config = config | {"FULL": x.shape[0] == config["BT"], "OVERLAP": overlap}
+    return config | {"launch_pdl": True} if overlap else config
 
-    A launch may start early on NVIDIA's GPUs from Hopper on.
-    """
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch may start before the previous one has ended: on NVIDIA's GPUs from Hopper on."""
     if device.type != "cuda" or torch.version.hip or tuning.interprets():
-        return {"OVERLAP": 0}
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return {"OVERLAP": 0}
-    return {"OVERLAP": 2 if follows else 1, "launch_pdl": True}
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -43,7 +43,7 @@ def launch(
 
     Args:
         kernel: a `triton.jit` function whose parameters are `tensors`, `scalars`, `strides` and then
-            `constants`, in that order, and which does not specialise on `scalars`.
+            `constants`, in that order.
         programs (int): size of the grid's first axis, at least 1.
         tensors, scalars, strides (tuple): positional arguments.
         constants (Constants): the rest, by name.
@@ -57,7 +57,10 @@ def launch(
         # Triton launches on the current device, whatever device the tensors are on.
         with torch.cuda.device(device):
             return launch(kernel, programs, tensors, scalars, strides, constants)
-    key = (kernel, constants, device, strides, *[(each.dtype, each.data_ptr() % 16) for each in tensors])
+    # Tokens that 16 divides let a kernel load hidden features, whose tokens lie side by side, in wide runs.
+    kinds = [(each == 1, each % 16 == 0) for each in scalars]
+    pointers = [(each.dtype, each.data_ptr() % 16) for each in tensors]
+    key = (kernel, constants, device, strides, *kinds, *pointers)
     if torch.version.hip:  # Triton specialises there also on whether 32 bits address the storage
         key += tuple([each.untyped_storage().nbytes() < 2**31 for each in tensors])
     ready = _compiled.get(key)

@@ -143,14 +143,22 @@ _without: set[str] = set()
 
 @cache
 def _lookup(kernel: str, arch: str, itemsize: int, n_out: int, n_in: int, bucket: int) -> Row:
-    asked = {"out": n_out, "in": n_in, "tokens": bucket}
     for _, rows in (own_table(kernel, arch), table(kernel, arch)):
-        for row in rows[str(itemsize)]:
-            if row.get("at") == asked or (
-                "max" in row and all(asked[name] <= limit for name, limit in row["max"].items())
-            ):
-                return row | {"wins": False} if kernel in _without else row
-    raise LookupError(f"no {kernel} config for {asked} on {arch}")
+        row = pick(rows, itemsize, n_out, n_in, bucket)
+        if row is not None:
+            return row | {"wins": False} if kernel in _without else row
+    raise LookupError(f"no {kernel} config for ({n_out}, {n_in}) and {bucket} tokens on {arch}")
+
+
+def pick(rows: Table, itemsize: int, n_out: int, n_in: int, bucket: int) -> Row | None:
+    """The first row that serves a shape."""
+    asked = {"out": n_out, "in": n_in, "tokens": bucket}
+    for row in rows[str(itemsize)]:
+        if row.get("at") == asked or (
+            "max" in row and all(asked[name] <= limit for name, limit in row["max"].items())
+        ):
+            return row
+    return None
 
 
 generation = 0  # how often the files may have changed: what was derived from a lookup ages with it

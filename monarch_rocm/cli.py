@@ -11,6 +11,7 @@ from rich.console import Console
 
 import monarch_rocm
 from monarch_rocm import dispatch, doctor
+from monarch_rocm.codegen.assembly import LDS
 from monarch_rocm.shape import LAYOUTS, MonarchShape
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -73,11 +74,22 @@ def main(argv: list[str] | None = None) -> int:
     tuning.add_argument(
         "--rounds", metavar="N", type=int, default=20, help="timed runs of each finalist (20)"
     )
+    compiling = commands.add_parser(
+        "codegen", help="compile the kernels for CDNA GPUs, with none at hand, and judge the code"
+    )
+    compiling.add_argument("--arch", nargs="+", choices=tuple(LDS), default=tuple(LDS), help="default: all")
+    compiling.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
+    compiling.add_argument("--all", action="store_true", help="every shipped config, in some minutes")
+    compiling.add_argument("--write-budgets", action="store_true", help="accept the code as it is now")
     arguments = parser.parse_args(argv)
     if arguments.command == "bench":
         return _bench(arguments)
     if arguments.command == "tune":
         return _tune(arguments)
+    if arguments.command == "codegen":
+        if arguments.write_budgets and (arguments.all or set(arguments.arch) != set(LDS)):
+            compiling.error("--write-budgets goes with the default layers on all architectures")
+        return _codegen(arguments)
     found = doctor.facts()
     width = max(map(len, found))
     print("\n".join(f"{name:{width}}  {value}" for name, value in found.items()))
@@ -149,3 +161,18 @@ def _shapes(arguments: argparse.Namespace) -> list[MonarchShape]:
     nblocks = arguments.nblocks[0] if len(arguments.nblocks) == 1 else arguments.nblocks
     rank, layout = arguments.rank, arguments.layout
     return [MonarchShape(width, out, nblocks, rank, layout) for width, out in layers]
+
+
+def _codegen(arguments: argparse.Namespace) -> int:
+    from monarch_rocm.codegen import command, compiling
+
+    reason = compiling.why_not()
+    if reason is not None:
+        print(f"monarch-rocm codegen needs Triton with its AMD backend: {reason}", file=sys.stderr)
+        return 1
+    archs = list(dict.fromkeys(arguments.arch))
+    try:
+        return command.codegen(archs, arguments.all, arguments.write_budgets, arguments.json)
+    except RuntimeError as error:
+        print(f"monarch-rocm codegen: {error}", file=sys.stderr)
+        return 1
