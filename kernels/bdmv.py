@@ -149,7 +149,8 @@ def bdmv_layer(
     """
     device = x.get_device()
     key = (
-        tuning.generation,
+        id(config1),
+        id(config2),
         x.shape,
         x.stride(),
         x.dtype,
@@ -165,7 +166,7 @@ def bdmv_layer(
     )
     known = _layers.get(key)
     if known is not None and device == torch.cuda.current_device() and not watched():
-        width, programs1, ready1, rest1, programs2, ready2, rest2 = known
+        width, programs1, ready1, rest1, programs2, ready2, rest2, *_ = known
         h = new_hidden(x, x.shape[:1], width)
         y = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
         again(ready1, programs1, device, (x, w1, h, h, *rest1))
@@ -176,6 +177,7 @@ def bdmv_layer(
     y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y, h
+    given = config1, config2
     config1, config2 = _complete(config1, x, follows=False), _complete(config2, x, follows=True)
     arguments1 = stage_arguments(x, w1, None, h, 1, 1, config1)
     arguments2 = stage_arguments(h, w2, bias, y, n_in, n_out if interleaved else 1, config2)
@@ -185,7 +187,8 @@ def bdmv_layer(
     # New tensors are aligned, so that what was compiled serves the next ones too.
     if ready1 is not None and ready2 is not None and key[-1] == 0 and not torch.version.hip:
         rest1, rest2 = ((*scalars, *strides) for _, scalars, strides, _ in (arguments1, arguments2))
-        _layers[key] = blocks * n_hidden, programs1, ready1, rest1, programs2, ready2, rest2
+        known = (blocks * n_hidden, programs1, ready1, rest1, programs2, ready2, rest2)
+        _layers[key] = (*known, given)  # while it holds the configs, no others have their ids
     return y, h
 
 

@@ -51,9 +51,9 @@ def stage(
         row = -(-tokens // ALIGNMENT) * ALIGNMENT
     y = x.new_empty(out_features, row)[:, :tokens]
     if group_out == 1:
-        _bmm(w, a.mT, y.unflatten(0, (blocks, n_out)))
+        _bmm(w, a.mT, y.view(blocks, n_out, tokens))
     else:
-        _bmm(a, w.mT, y.unflatten(0, (n_out, blocks)).permute(1, 2, 0))
+        _bmm(a, w.mT, y.view(n_out, blocks, tokens).permute(1, 2, 0))
     return y.t()
 
 
@@ -75,8 +75,8 @@ def split(x: Tensor, blocks: int, size: int, group: int) -> Tensor:
     if x.shape[1] != blocks * size:
         x = F.pad(x, (0, blocks * size - x.shape[1]))
     if group == 1:
-        return x.unflatten(1, (blocks, size)).transpose(0, 1)
-    x = x.unflatten(1, (size, blocks))
+        return x.view(x.shape[0], blocks, size).transpose(0, 1)
+    x = x.view(x.shape[0], size, blocks)
     if x.stride(0) == 1:  # tokens contiguous: each block is a matrix in column order
         return x.permute(2, 0, 1)
     return x.transpose(1, 2).contiguous().transpose(0, 1)

@@ -17,6 +17,7 @@ from monarch_rocm.tracing import constant
 BACKENDS = ("auto", "triton", "torch", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_TRITON = (3, 4)
+ALIGNED = 16  # tokens in which hidden features, whose tokens lie side by side, are loaded and stored wide
 FEW = 16  # tokens up to which a stage may run on the kernel made for generation
 
 
@@ -163,15 +164,37 @@ class Product(NamedTuple):
     config: dict[str, int]
 
 
+@cache
+def _product(
+    generation: int,
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    n_out: int,
+    n_in: int,
+    tokens: int,
+    aligned: bool,
+) -> Product | None:
+    for name in ("bdmv", "bdmm") if tokens <= FEW else ("bdmm",):
+        config = config_for(name, path, dtype, device, n_out, n_in, tokens)
+        # Of other numbers of tokens, `bdmm` must load and store hidden features one by one.
+        if config is not None and (name == "bdmv" or aligned or path == "triton"):
+            return Product(name, getattr(getattr(kernels(), name), name), config)
+    return None
+
+
 def product_for(
     path: str, dtype: torch.dtype, device: torch.device, n_out: int, n_in: int, tokens: int
 ) -> Product | None:
-    """What runs one stage, None for a batched product."""
-    for name in ("bdmv", "bdmm") if tokens <= FEW else ("bdmm",):
-        config = config_for(name, path, dtype, device, n_out, n_in, tokens)
-        if config is not None:
-            return Product(name, getattr(getattr(kernels(), name), name), config)
-    return None
+    """What runs one stage, None for a batched product.
+
+    Tokens count by bucket, and by whether `ALIGNED` divides them.
+    """
+    if path == "torch":
+        return None
+    tuning = kernels().tuning
+    count = (tuning.bucket_of(tokens), tokens % ALIGNED == 0)
+    return _product(tuning.generation, path, dtype, device, n_out, n_in, *count)
 
 
 def fused_config(
@@ -212,12 +235,14 @@ def _route(
     factor1: Any,
     factor2: Any,
     tokens: int,
+    aligned: bool,
 ) -> Route:
     config = fused_config(path, dtype, device, factor1, factor2, tokens)
     if config is not None:
         return Route(config, None, None)
     first, second = (
-        product_for(path, dtype, device, n_out, n_in, tokens) for _, n_out, n_in in (factor1, factor2)
+        _product(generation, path, dtype, device, n_out, n_in, tokens, aligned)
+        for _, n_out, n_in in (factor1, factor2)
     )
     return Route(None, first, second)
 
@@ -228,11 +253,12 @@ BATCHED = Route(None, None, None)
 def route(
     path: str, dtype: torch.dtype, device: torch.device, factor1: Any, factor2: Any, tokens: int
 ) -> Route:
-    """The route of a layer with factors of these shapes; tokens count by bucket."""
+    """The route of a layer with factors of these shapes; tokens count as for `product_for`."""
     if path == "torch":
         return BATCHED
     tuning = kernels().tuning
-    return _route(tuning.generation, path, dtype, device, factor1, factor2, tuning.bucket_of(tokens))
+    count = (tuning.bucket_of(tokens), tokens % ALIGNED == 0)
+    return _route(tuning.generation, path, dtype, device, factor1, factor2, *count)
 
 
 def linear(
@@ -259,14 +285,15 @@ def linear(
         return layer(x, *factors, out_features, interleaved, first.config, second.config)
     (blocks, n_hidden, _), (out_blocks, n_out, n_in) = factor1, factor2
     h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path, inside=True)
-    if second is not None:
+    if second is not None and (second.kernel == "bdmv" or not interleaved):
         group = n_out if interleaved else 1
         y = second.run(h, blkdiag2, bias, out_features, n_in, group, False, second.config)
     elif interleaved:
-        z = batched.stage(h, blkdiag2, out_blocks * n_out, n_in, 1, False)
+        # Many tokens: numbers that are stored one by one cost more than a pass.
+        z = stage(h, blkdiag2, out_blocks * n_out, n_in, 1, False, path)
         y = interleave(z, out_blocks, n_out, out_features, bias, path)
     else:
-        y = batched.stage(h, blkdiag2, out_features, n_in, 1, False)
+        y = stage(h, blkdiag2, out_features, n_in, 1, False, path)
         y = y if bias is None else y.add_(bias)
     if keep and first is None:
         # What autograd keeps has strides that are known from the shape alone, whatever suited the product.

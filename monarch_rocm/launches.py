@@ -200,6 +200,9 @@ def _fused_sizes(operation: Operation) -> tuple[int, int] | None:
 def _launch_stage(name: str) -> Callable[[Stage, Tensors, Config], Tensors]:
     def launch(stage: Stage, operands: Tensors, config: Config) -> Tensors:
         run = getattr(getattr(dispatch.kernels(), name), name)
+        if name == "bdmm" and not stage.hidden and stage.group_out != 1:  # as `dispatch.linear` does it
+            z = run(*operands, None, stage.blocks * stage.n_out, stage.group_in, 1, False, config)
+            return (dispatch.interleave(z, stage.blocks, stage.n_out, stage.out_features, None, "auto"),)
         groups = (stage.group_in, stage.group_out)
         return (run(*operands, None, stage.out_features, *groups, stage.hidden, config),)
 

@@ -206,6 +206,11 @@ def _eager() -> bool:
     )
 
 
+def _all_plain(args: tuple[Any, ...]) -> bool:
+    """Whether no argument is of a tensor subclass."""
+    return not any([isinstance(arg, Tensor) and type(arg) not in (Tensor, Parameter) for arg in args])  # noqa: C419
+
+
 def _call(function: type[Function], *args: Any) -> Any:
     """Apply `function` the shortest way that is right.
 
@@ -214,13 +219,9 @@ def _call(function: type[Function], *args: Any) -> Any:
     """
     if not _eager():
         return function.apply(*args)
-    needs_grad = False
-    for arg in args:
-        if isinstance(arg, Tensor):
-            if type(arg) is not Tensor and type(arg) is not Parameter:
-                return function.apply(*args)
-            needs_grad |= arg.requires_grad
-    if needs_grad and torch.is_grad_enabled():
+    if not _all_plain(args):
+        return function.apply(*args)
+    if torch.is_grad_enabled() and any([isinstance(arg, Tensor) and arg.requires_grad for arg in args]):  # noqa: C419
         return super(Function, function.Eager).apply(*args)  # type: ignore[attr-defined]
     return function.Eager.forward(*args)  # type: ignore[attr-defined]
 
@@ -361,6 +362,8 @@ def _register(name: str, function: type[Function], impl: Any) -> None:
     op = getattr(torch.ops.monarch_rocm, name)
 
     def autograd(*args: Any) -> Any:
+        if not torch.is_grad_enabled() and _eager() and _all_plain(args):
+            return impl(*args)  # as in a compiled graph: the dispatcher would come to the same
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if forward_ad._current_level >= 0 and any(
             forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
@@ -381,9 +384,6 @@ _register("stage_wgrad", StageWgrad, _stage_wgrad)
 _register("interleave", Interleave, _interleave)
 
 
-_PLAIN = (Tensor, Parameter)
-
-
 def monarch_linear(
     x: Tensor,
     blkdiag1: Tensor,
@@ -396,7 +396,7 @@ def monarch_linear(
     """A whole layer on checked operands of one dtype and device."""
     out_features, layout = shape.out_features, shape.layout
     operands = (x, blkdiag1, blkdiag2) if bias is None else (x, blkdiag1, blkdiag2, bias)
-    if not _eager() or not all([type(operand) in _PLAIN for operand in operands]):  # noqa: C419
+    if not _eager() or not _all_plain(operands):
         y, _ = Linear.apply(x, blkdiag1, blkdiag2, bias, out_features, layout, not recompute, backend)
     elif torch.is_grad_enabled() and any([operand.requires_grad for operand in operands]):  # noqa: C419
         keep = blkdiag2.requires_grad and not recompute

@@ -121,7 +121,8 @@ def _launches(
         op = "einsum" if path == "reference" else "bmm"
         launch = {"op": op} if product is None else kernel(product.kernel, product.config)
         yield launch | moved(width, blocks * n_out * n_in)
-    if route.second is None and shape.layout == "interleaved":
+    passes = route.second is None or route.second.kernel != "bdmv"
+    if passes and shape.layout == "interleaved":
         config = None
         if path != "reference":
             config = dispatch.config_for("interleave", path, dtype, device, shape.L, shape.S, tokens)

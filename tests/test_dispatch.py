@@ -140,9 +140,22 @@ def test_plan_refuses_what_no_layer_is(what, dtype, said):
 def test_plan_names_kernel_file_and_values():
     chosen = plan(SHAPE, 100, torch.float32, DEVICE, backend="triton")
     assert chosen.backend == "triton"
-    assert len(chosen.kernels) == 2
+    assert [kernel["kernel"] for kernel in chosen.kernels] == ["bdmm", "bdmm", "interleave"]
     for kernel in chosen.kernels:
-        assert kernel["kernel"] == "bdmm"
-        assert kernel["file"].name == "bdmm.json"
-        assert kernel["BT"] >= 16
+        assert kernel["file"].name == f"{kernel['kernel']}.json"
+        assert kernel["BT"] >= 1
     assert plan(SHAPE, 0, torch.float32, DEVICE).backend
+
+
+def test_auto_leaves_numbers_of_tokens_that_hidden_features_cannot_be_loaded_wide_for(monkeypatch):
+    pytest.importorskip("triton")
+    from monarch_rocm.kernels import tuning
+
+    row = {"max": {}, "config": {"BT": 64}, "wins": True}
+    monkeypatch.setattr(tuning, "lookup", lambda *args: row)
+    tuning.refresh()
+    for tokens, kernel in ((48, "bdmm"), (47, None), (16, "bdmv"), (15, "bdmv")):
+        found = dispatch.product_for("auto", torch.float16, torch.device("cpu"), 64, 64, tokens)
+        assert (found and found.kernel) == kernel
+    assert dispatch.product_for("triton", torch.float16, torch.device("cpu"), 64, 64, 47).kernel == "bdmm"
+    tuning.refresh()

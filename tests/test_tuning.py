@@ -104,7 +104,7 @@ def test_plan_names_the_file_of_each_config(tmp_path, monkeypatch):
     _, n_out, n_in = shape.factor2
     row = {"at": {"out": n_out, "in": n_in, "tokens": 64}, "config": CONFIG, "wins": True}
     file = own_table(tmp_path, json.dumps({"2": [], "4": [row]}))
-    first, second = plan(shape, 64, torch.float32, "cpu", backend="triton").kernels
+    first, second, _ = plan(shape, 64, torch.float32, "cpu", backend="triton").kernels
     assert first["file"] == tuning.CONFIGS / "default" / "bdmm.json"
     assert second["file"] == file
     dispatch._choose.cache_clear()

@@ -102,8 +102,9 @@ def _replaced(path: str, arch: str, record: Callable[..., None]) -> Iterator[Non
             stack.enter_context(mock.patch.object(module, "launch", record))
         stack.enter_context(mock.patch.object(tuning, "lookup", lookup))
         stack.enter_context(mock.patch.object(dispatch, "path_of", path_of))
-        # Routes that were found with other tables are remembered.
-        stack.enter_context(mock.patch.object(dispatch, "_route", dispatch._route.__wrapped__))
+        for remembered in ("_route", "_product"):  # what was found with other tables
+            plain = getattr(dispatch, remembered).__wrapped__
+            stack.enter_context(mock.patch.object(dispatch, remembered, plain))
         yield
 
 
