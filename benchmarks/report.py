@@ -50,7 +50,7 @@ def markdown(result, chosen=lambda row: True):
             f"{other['p50_us']:.4g}" if other else "",
             f"{auto['p50_us']:.4g}",
             f"{auto['speedup']:.2f}",
-            f"{auto['of_floor']:.0%}",
+            "" if auto["of_floor"] is None else f"{auto['of_floor']:.0%}",
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

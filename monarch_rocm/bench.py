@@ -23,16 +23,19 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 import monarch_rocm
 from monarch_rocm import functional, reference, stack
 from monarch_rocm.dispatch import triton_state
 from monarch_rocm.kernels import tuning
+from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.planning import plan
 from monarch_rocm.shape import MonarchShape
-from monarch_rocm.timing import Run, measure
+from monarch_rocm.timing import Run, measure, measure_host
 
+STACKS = ("stack", "stack in a graph")
+CALLS = ("call", "call for gradients")
 LAYERS = 16  # whose weights a decoding step walks through, so that they come from memory
 
 
@@ -40,8 +43,10 @@ LAYERS = 16  # whose weights a decoding step walks through, so that they come fr
 class Case:
     """One row: a layer's sizes, and what is done with it.
 
-    "forward" and "train" are a pass and a pass with all gradients, "decode" walks through the weights
-    of `LAYERS` layers in a graph, and "stack" is a training step of a whole model (`monarch_rocm.stack`).
+    "forward" and "train" are a pass and a pass with all gradients; "decode" walks through the weights
+    of `LAYERS` layers in a graph; "stack" is a compiled training step of a whole model
+    (`monarch_rocm.stack`), and "stack in a graph" the same, replayed; "call" and "call for gradients"
+    are the host's time for one eager call of a module, without and with gradients recorded.
     """
 
     kind: str
@@ -84,15 +89,22 @@ def _cases() -> list[Case]:
         for nblocks in (4, 16, 64)
         for count in (1, 4, 16)
     ]
-    stack = [
-        Case("stack", 2048, 2048, 8192, nblocks, layout)
+    stacks = [
+        Case(kind, 2048, 2048, 8192, nblocks, layout)
+        for kind in ("stack", "stack in a graph")
         for nblocks in (4, 8)
         for layout in ("blocked", "interleaved")
     ]
-    return [*squares, *wide, *narrow, *tokens, *train, *decode, *stack]
+    calls = [
+        Case(kind, 1024, 1024, 1, nblocks, "interleaved")
+        for kind in ("call", "call for gradients")
+        for nblocks in (4, 16)
+    ]
+    return [*squares, *wide, *narrow, *tokens, *train, *decode, *stacks, *calls]
 
 
 CASES = _cases()
+KINDS = tuple(dict.fromkeys(case.kind for case in CASES))
 
 
 def two_products(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -115,8 +127,11 @@ def published(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 def competitors(case: Case, dtype: torch.dtype, compiled: bool) -> dict[str, Run]:
     """What takes turns in a case, by name."""
-    if case.kind == "stack":
-        return stack.steps(case.in_features, case.tokens, case.nblocks, case.layout, dtype)
+    if case.kind in STACKS:
+        graph = case.kind != "stack"
+        return stack.steps(case.in_features, case.tokens, case.nblocks, case.layout, dtype, graph)
+    if case.kind in CALLS:
+        return _modules(case, dtype)
     shape = MonarchShape(case.in_features, case.out_features, case.nblocks, layout=case.layout)
     layers = LAYERS if case.kind == "decode" else 1
 
@@ -158,6 +173,14 @@ def competitors(case: Case, dtype: torch.dtype, compiled: bool) -> dict[str, Run
     return runs
 
 
+def _modules(case: Case, dtype: torch.dtype) -> dict[str, Run]:
+    n_in, n_out = case.in_features, case.out_features
+    x = torch.randn(case.tokens, n_in, device="cuda", dtype=dtype)
+    dense = nn.Linear(n_in, n_out, device="cuda", dtype=dtype)
+    monarch = MonarchLinear(n_in, n_out, device="cuda", dtype=dtype, nblocks=case.nblocks, layout=case.layout)
+    return {"dense": partial(dense, x), "auto": partial(monarch, x)}
+
+
 def _each(x: Tensor, layers: list[tuple[Tensor, Tensor]], shape: MonarchShape, backend: str) -> None:
     for factors in layers:
         functional.apply(x, *factors, None, shape, backend)
@@ -182,12 +205,14 @@ def ceilings(dtype: torch.dtype, rounds: int) -> tuple[float, float]:
     return 2 * source.nbytes / copy, 2 * 8192**3 / product
 
 
-def floor_us(case: Case, dtype: torch.dtype, bandwidth: float, rate: float) -> float:
+def floor_us(case: Case, dtype: torch.dtype, bandwidth: float, rate: float) -> float | None:
     """The least time: each input and weight read once and each output written once, or the FLOPs.
 
-    For a whole model only the FLOPs of its linear layers count.
+    For a whole model only the FLOPs of its linear layers count; the host's time has no floor.
     """
-    if case.kind == "stack":
+    if case.kind in CALLS:
+        return None
+    if case.kind in STACKS:
         return 3 * 2 * case.tokens * stack.parameters(case.in_features, case.nblocks) / rate * 1e6
     shape = MonarchShape(case.in_features, case.out_features, case.nblocks, layout=case.layout)
     moved = case.tokens * (case.in_features + case.out_features) + shape.num_parameters
@@ -239,9 +264,12 @@ def bench(
     rows = []
     for case in track(cases, "measuring", console=console):
         runs = competitors(case, dtype, compiled)
-        times = measure(runs, rounds, case.kind in ("train", "stack"))
+        if case.kind in CALLS:
+            times = measure_host(runs, rounds, case.kind != "call")
+        else:
+            times = measure(runs, rounds, case.kind == "train" or case.kind in STACKS)
         shape = MonarchShape(case.in_features, case.out_features, case.nblocks, layout=case.layout)
-        launches = () if case.kind == "stack" else plan(shape, case.tokens, dtype, "cuda").kernels
+        launches = () if case.kind in STACKS else plan(shape, case.tokens, dtype, "cuda").kernels
         per = LAYERS if case.kind == "decode" else 1
         floor = floor_us(case, dtype, bandwidth, rate)
         dense = statistics.median(times["dense"])
@@ -257,8 +285,8 @@ def bench(
                     "p50_us": round(median / per, 2),
                     "p80_us": round(high / per, 2),
                     "speedup": round(dense / median, 3),
-                    "floor_us": round(floor, 2),
-                    "of_floor": round(floor * per / median, 3),
+                    "floor_us": None if floor is None else round(floor, 2),
+                    "of_floor": None if floor is None else round(floor * per / median, 3),
                     "launches": " + ".join(str(each.get("kernel", each.get("op"))) for each in launches)
                     if name == "auto"
                     else "",
@@ -289,6 +317,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         same = {row["run"]: row for row in rows if tuple(row[key] for key in keys) == case}
         times = [f"{same[name]['p50_us']:.4g}" if name in same else "" for name in names]
         auto = same["auto"]
-        last = (f"{auto['floor_us']:.4g}", f"{auto['speedup']:.2f}", auto["launches"])
+        floor = "" if auto["floor_us"] is None else f"{auto['floor_us']:.4g}"
+        last = (floor, f"{auto['speedup']:.2f}", auto["launches"])
         shown.add_row(*map(str, case), *times, *last)
     return shown

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 import monarch_rocm
-from monarch_rocm import dispatch, doctor
+from monarch_rocm import bench, dispatch, doctor
 from monarch_rocm.codegen.assembly import LDS
 from monarch_rocm.shape import LAYOUTS, MonarchShape
 
@@ -32,9 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     timing = commands.add_parser("bench", help="time layers against nn.Linear and others on this GPU")
     timing.add_argument("--out", type=Path, default=Path("bench"), help="results, without the ending")
     timing.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    timing.add_argument(
-        "--kind", choices=("forward", "train", "decode", "stack"), help="only cases of this kind"
-    )
+    timing.add_argument("--kind", choices=bench.KINDS, help="only cases of this kind")
     timing.add_argument("--rounds", type=int, default=30, help="runs of each competitor")
     timing.add_argument("--compiled", action="store_true", help="also torch.compile of the einsum form")
     tuning = commands.add_parser(
@@ -100,8 +98,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("monarch-rocm bench needs a ROCm or CUDA GPU, and PyTorch finds none", file=sys.stderr)
         return 1
-    from monarch_rocm import bench
-
     if arguments.rounds < 2:
         print(f"--rounds must be at least 2, but {arguments.rounds} was given", file=sys.stderr)
         return 2

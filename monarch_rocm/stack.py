@@ -37,9 +37,12 @@ class Block(nn.Module):
 
 
 def steps(
-    width: int, tokens: int, nblocks: int, layout: str, dtype: torch.dtype
+    width: int, tokens: int, nblocks: int, layout: str, dtype: torch.dtype, graph: bool
 ) -> dict[str, Callable[[], Any]]:
-    """A compiled training step (forward, backward, AdamW) of the dense and of the Monarch model."""
+    """A compiled training step (forward, backward, AdamW) of the dense and of the Monarch model.
+
+    With `graph`, it is captured in a CUDA or HIP graph, so that the host's time does not count.
+    """
 
     def monarch(n_in: int, n_out: int) -> nn.Module:
         return MonarchLinear(n_in, n_out, bias=False, nblocks=nblocks, layout=layout)
@@ -48,23 +51,33 @@ def steps(
         return nn.Linear(n_in, n_out, bias=False)
 
     x = torch.randn(tokens // CONTEXT, CONTEXT, width, device="cuda", dtype=dtype)
-    return {"dense": _step(dense, x), "auto": _step(monarch, x)}
+    return {"dense": _step(dense, x, graph), "auto": _step(monarch, x, graph)}
 
 
-def _step(linear: Linear, x: Tensor) -> Callable[[], Any]:
+def _step(linear: Linear, x: Tensor, graph: bool) -> Callable[[], Any]:
     torch.compiler.reset()
     with torch.device("cuda"):
         model = nn.Sequential(*[Block(x.shape[-1], linear) for _ in range(DEPTH)]).to(x.dtype)
     for block in model:
         block.compile()  # the blocks share one graph, so that one is compiled
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
 
     def step() -> None:
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    if not graph:
+        return step
+    # On another stream than the default one, as a capture is, so that what it sets up serves the capture.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        step()
+    return captured.replay  # type: ignore[no-any-return]
 
 
 def parameters(width: int, nblocks: int) -> int:

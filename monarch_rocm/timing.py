@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 Run = Callable[[], Any]
+CALLS = 100  # in a round of the host's time
 
 
 def measure(runs: dict[str, Run], rounds: int, train: bool) -> dict[str, list[float]]:
@@ -37,4 +39,22 @@ def measure(runs: dict[str, Run], rounds: int, train: bool) -> dict[str, list[fl
                 end.record()
                 end.synchronize()
                 times[name].append(begin.elapsed_time(end) * 1e3)
+    return times
+
+
+def measure_host(runs: dict[str, Run], rounds: int, gradients: bool) -> dict[str, list[float]]:
+    """Microseconds of the host's for a call of each run, over `CALLS` calls in each round, which the GPU
+    is then given time to finish; runs take turns.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.set_grad_enabled(gradients):
+        for warm_up in (True, False):
+            for _ in range(3 if warm_up else rounds):
+                for name, run in runs.items():
+                    torch.cuda.synchronize()
+                    begin = time.perf_counter()
+                    for _ in range(CALLS):
+                        run()
+                    if not warm_up:
+                        times[name].append((time.perf_counter() - begin) / CALLS * 1e6)
     return times

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monarch_rocm import MonarchShape, bench, monarch_linear
+from monarch_rocm import MonarchLinear, MonarchShape, bench, monarch_linear, stack, timing
 
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
@@ -39,6 +39,30 @@ def test_tables_are_those_of_the_results_file(page, chosen):
     table = report.markdown(result, chosen) if chosen else report.markdown(result)
     text = (ROOT / page).read_text()
     assert report.insert(text, table) == text
+
+
+def test_host_is_timed_in_turns_and_with_gradients_only_where_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
+    for gradients in (False, True):
+        seen = []
+        runs = {name: lambda name=name: seen.append((name, torch.is_grad_enabled())) for name in "ab"}
+        times = timing.measure_host(runs, 2, gradients)
+        turn = [each for name in "ab" for each in ["wait"] + [(name, gradients)] * timing.CALLS]
+        assert seen == turn * 5
+        assert [len(values) for values in times.values()] == [2, 2]
+        assert all(value > 0 for values in times.values() for value in values)
+
+
+def test_stack_counts_its_own_parameters(monkeypatch):
+    monkeypatch.setattr(stack, "DEPTH", 3)
+
+    def monarch(n_in, n_out):
+        return MonarchLinear(n_in, n_out, bias=False, nblocks=2)
+
+    model = torch.nn.ModuleList(stack.Block(256, monarch) for _ in range(3))
+    weights = [p for name, p in model.named_parameters() if "blkdiag" in name]
+    assert stack.parameters(256, 2) == sum(weight.numel() for weight in weights)
+    assert model[0](torch.randn(2, 5, 256)).shape == (2, 5, 256)
 
 
 @pytest.mark.gpu
