@@ -42,9 +42,10 @@ def test_tables_are_those_of_the_results_file(page, chosen):
 
 
 def test_host_is_timed_in_turns_and_with_gradients_only_where_asked(monkeypatch):
+    seen = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
     for gradients in (False, True):
-        seen = []
+        seen.clear()
         runs = {name: lambda name=name: seen.append((name, torch.is_grad_enabled())) for name in "ab"}
         times = timing.measure_host(runs, 2, gradients)
         turn = [each for name in "ab" for each in ["wait"] + [(name, gradients)] * timing.CALLS]
