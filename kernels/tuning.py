@@ -25,6 +25,7 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "bdmm": (("BT", "BO", "BI"), (), 16),
     "bdmm_wgrad": (("BT", "BO", "BI"), ("PROGRAMS", "MIN_STEPS"), 16),
     "bdmv": (("BT", "BO", "BI"), (), 1),
+    "chained": (("BT", "BO", "BI"), ("PROGRAMS",), 16),
     "fused": (("BT",), (), 16),
     "interleave": (("BT", "BR", "BC"), (), 1),
 }

@@ -17,6 +17,7 @@ from monarch_rocm.tracing import constant
 BACKENDS = ("auto", "triton", "torch", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_TRITON = (3, 4)
+WHOLE = ("chained", "fused")  # kernels that take a whole layer
 ALIGNED = 16  # tokens in which hidden features, whose tokens lie side by side, are loaded and stored wide
 FEW = 16  # tokens up to which a stage may run on the kernel made for generation
 
@@ -130,7 +131,7 @@ def path_of(backend: str, dtype: torch.dtype, device_type: str) -> str:
 def kernels() -> ModuleType:
     """The Triton launchers, imported on first use since importing them imports Triton."""
     from monarch_rocm import kernels as package  # type: ignore[attr-defined]
-    from monarch_rocm.kernels import bdmm, bdmm_wgrad, bdmv, fused, interleave, tuning  # noqa: F401
+    from monarch_rocm.kernels import bdmm, bdmm_wgrad, bdmv, chained, fused, interleave, tuning  # noqa: F401
 
     return package  # type: ignore[no-any-return]
 
@@ -146,12 +147,13 @@ def config_for(
 ) -> dict[str, int] | None:
     """Launch parameters of a kernel, None where batched products run in its place.
 
-    "triton" always runs kernels; "auto" runs them where the config table says that they won.
+    "triton" always runs a kernel for a stage; "auto" runs one, and either a kernel for the whole layer,
+    where the config table says that it won.
     """
     if path == "torch":
         return None
     row = kernels().tuning.lookup(kernel, device, dtype, n_out, n_in, tokens)
-    if row["wins"] or (path == "triton" and kernel != "fused"):
+    if row["wins"] or (path == "triton" and kernel not in WHOLE):
         return row["config"]
     return None
 
@@ -211,16 +213,26 @@ def fused_sizes(factor1: Any, factor2: Any) -> tuple[int, int] | None:
     """By what the fused kernel's table is looked up, the widest sides of the layer and of its blocks;
     None where it cannot serve the shape.
     """
-    (blocks, n_hidden, n_in), (out_blocks, n_out, width) = factor1, factor2
+    (blocks, n_hidden, _), (out_blocks, _, width) = factor1, factor2
     powers = (blocks, out_blocks, n_hidden, width)
     if n_hidden % out_blocks or min(n_hidden, width) < 16 or any(n & (n - 1) for n in powers):
         return None
+    return widest(factor1, factor2)
+
+
+def widest(factor1: Any, factor2: Any) -> tuple[int, int]:
+    """The widest sides of a layer and of its blocks."""
+    (blocks, n_hidden, n_in), (out_blocks, n_out, width) = factor1, factor2
     return max(blocks * n_in, out_blocks * n_out, blocks * n_hidden), max(n_in, n_out, n_hidden, width)
 
 
 class Route(NamedTuple):
-    """What a layer runs on: one fused launch, or for each stage a launcher; None is a batched product."""
+    """What a layer runs on: one launch with these parameters, or for each stage a launcher.
 
+    `chained` goes before `fused`; None for a stage is a batched product.
+    """
+
+    chained: dict[str, int] | None
     fused: dict[str, int] | None
     first: Product | None
     second: Product | None
@@ -234,31 +246,41 @@ def _route(
     device: torch.device,
     factor1: Any,
     factor2: Any,
+    interleaved: bool,
+    keep: bool,
     tokens: int,
     aligned: bool,
 ) -> Route:
-    config = fused_config(path, dtype, device, factor1, factor2, tokens)
-    if config is not None:
-        return Route(config, None, None)
     first, second = (
         _product(generation, path, dtype, device, n_out, n_in, tokens, aligned)
         for _, n_out, n_in in (factor1, factor2)
     )
-    return Route(None, first, second)
+    fused = fused_config(path, dtype, device, factor1, factor2, tokens)
+    chained = None
+    if not keep and not (interleaved and fused is not None):  # which stores those without a pass
+        chained = config_for("chained", path, dtype, device, *widest(factor1, factor2), tokens)
+    return Route(chained, fused, first, second)
 
 
-BATCHED = Route(None, None, None)
+BATCHED = Route(None, None, None, None)
 
 
 def route(
-    path: str, dtype: torch.dtype, device: torch.device, factor1: Any, factor2: Any, tokens: int
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    factor1: Any,
+    factor2: Any,
+    interleaved: bool,
+    keep: bool,
+    tokens: int,
 ) -> Route:
     """The route of a layer with factors of these shapes; tokens count as for `product_for`."""
     if path == "torch":
         return BATCHED
     tuning = kernels().tuning
     count = (tuning.bucket_of(tokens), tokens % ALIGNED == 0)
-    return _route(tuning.generation, path, dtype, device, factor1, factor2, *count)
+    return _route(tuning.generation, path, dtype, device, factor1, factor2, interleaved, keep, *count)
 
 
 def linear(
@@ -276,8 +298,17 @@ def linear(
     The hidden features are in plain order and lie as `new_hidden` says; they may be missing unless `keep`.
     """
     factor1, factor2 = blkdiag1.shape, blkdiag2.shape
-    fused, first, second = route(path, x.dtype, x.device, factor1, factor2, x.shape[0])
+    chained, fused, first, second = route(
+        path, x.dtype, x.device, factor1, factor2, interleaved, keep, x.shape[0]
+    )
     factors = blkdiag1, blkdiag2, bias
+    if chained is not None:
+        run = kernels().chained.chained
+        if not interleaved:
+            return run(x, *factors, out_features, chained), x.new_empty(0)
+        (out_blocks, n_out, _) = factor2
+        z = run(x, blkdiag1, blkdiag2, None, out_blocks * n_out, chained)
+        return interleave(z, out_blocks, n_out, out_features, bias, path), x.new_empty(0)
     if fused is not None:
         return kernels().fused.fused(x, *factors, out_features, interleaved, keep, fused)
     if first is not None and second is not None and first.kernel == second.kernel == "bdmv":

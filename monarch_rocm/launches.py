@@ -225,6 +225,21 @@ def _launch_fused(layer: Layer, operands: Tensors, config: Config) -> Tensors:
     return (y, h) if layer.keep else (y,)
 
 
+def _chained_sizes(operation: Operation) -> tuple[int, int] | None:
+    if not isinstance(operation, Layer) or operation.keep:
+        return None
+    return dispatch.widest(operation.factor1, operation.factor2)
+
+
+def _launch_chained(layer: Layer, operands: Tensors, config: Config) -> Tensors:
+    run = dispatch.kernels().chained.chained
+    if not layer.interleaved:
+        return (run(*operands, None, layer.out_features, config),)
+    blocks, n_out, _ = layer.factor2
+    z = run(*operands, None, blocks * n_out, config)
+    return (dispatch.interleave(z, blocks, n_out, layer.out_features, None, "auto"),)
+
+
 def _between(config: Config, least: int, **sizes: int) -> bool:
     """Whether each tile is no larger than 16 or its size, nor smaller than `least` or its size."""
     for name, size in sizes.items():
@@ -276,6 +291,14 @@ KERNELS = {
         launch=_launch_fused,
         fits=lambda config, features, size, tokens: _between(config, 16, BT=tokens),
         staged=lambda config: 0,
+    ),
+    "chained": Kernel(
+        sizes=_chained_sizes,
+        launch=_launch_chained,
+        fits=lambda config, features, size, tokens: (
+            _between(config, 16, BT=tokens) and _between(config, 16, BO=min(features, size), BI=size)
+        ),
+        staged=lambda config: (config["BT"] + config["BO"]) * config["BI"],
     ),
 }
 

@@ -43,7 +43,9 @@ def plan(
     *,
     backend: str | None = None,
 ) -> Plan:
-    """Which path and config the forward pass would take, and why. Nothing is run.
+    """Which path and config the forward pass would take, with no gradient to follow, and why.
+
+    Nothing is run.
 
     Args:
         layer_or_shape (MonarchLinear or MonarchShape): the layer, or its geometry alone.
@@ -111,18 +113,23 @@ def _launches(
     widths = (shape.in_features + hidden, hidden + shape.out_features)
     route = dispatch.BATCHED
     if path != "reference":
-        route = dispatch.route(path, dtype, device, shape.factor1, shape.factor2, tokens)
-    if route.fused is not None:
-        features = shape.in_features + shape.out_features
-        yield kernel("fused", route.fused) | moved(features, shape.num_parameters)
+        factors = shape.factor1, shape.factor2
+        interleaved = shape.layout == "interleaved"
+        route = dispatch.route(path, dtype, device, *factors, interleaved, False, tokens)
+    whole = {"fused": route.fused} if route.chained is None else {"chained": route.chained}
+    for name, config in whole.items():
+        if config is not None:
+            features = shape.in_features + shape.out_features
+            yield kernel(name, config) | moved(features, shape.num_parameters)
+    if route.chained is None and route.fused is not None:
         return
-    factors = (shape.factor1, shape.factor2)
-    for (blocks, n_out, n_in), width, product in zip(factors, widths, route[1:], strict=True):
+    stages = zip((shape.factor1, shape.factor2), widths, (route.first, route.second), strict=True)
+    for (blocks, n_out, n_in), width, product in stages if route.chained is None else ():
         op = "einsum" if path == "reference" else "bmm"
         launch = {"op": op} if product is None else kernel(product.kernel, product.config)
         yield launch | moved(width, blocks * n_out * n_in)
-    passes = route.second is None or route.second.kernel != "bdmv"
-    if passes and shape.layout == "interleaved":
+    direct = route.chained is None and route.second is not None and route.second.kernel == "bdmv"
+    if not direct and shape.layout == "interleaved":
         config = None
         if path != "reference":
             config = dispatch.config_for("interleave", path, dtype, device, shape.L, shape.S, tokens)

@@ -37,12 +37,9 @@ class Block(nn.Module):
 
 
 def steps(
-    width: int, tokens: int, nblocks: int, layout: str, dtype: torch.dtype, graph: bool
+    width: int, tokens: int, nblocks: int, layout: str, dtype: torch.dtype
 ) -> dict[str, Callable[[], Any]]:
-    """A compiled training step (forward, backward, AdamW) of the dense and of the Monarch model.
-
-    With `graph`, it is captured in a CUDA or HIP graph, so that the host's time does not count.
-    """
+    """A compiled training step (forward, backward, AdamW) of the dense and of the Monarch model."""
 
     def monarch(n_in: int, n_out: int) -> nn.Module:
         return MonarchLinear(n_in, n_out, bias=False, nblocks=nblocks, layout=layout)
@@ -51,33 +48,23 @@ def steps(
         return nn.Linear(n_in, n_out, bias=False)
 
     x = torch.randn(tokens // CONTEXT, CONTEXT, width, device="cuda", dtype=dtype)
-    return {"dense": _step(dense, x, graph), "auto": _step(monarch, x, graph)}
+    return {"dense": _step(dense, x), "auto": _step(monarch, x)}
 
 
-def _step(linear: Linear, x: Tensor, graph: bool) -> Callable[[], Any]:
+def _step(linear: Linear, x: Tensor) -> Callable[[], Any]:
     torch.compiler.reset()
     with torch.device("cuda"):
         model = nn.Sequential(*[Block(x.shape[-1], linear) for _ in range(DEPTH)]).to(x.dtype)
     for block in model:
         block.compile()  # the blocks share one graph, so that one is compiled
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    if not graph:
-        return step
-    # On another stream than the default one, as a capture is, so that what it sets up serves the capture.
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        step()
-    return captured.replay  # type: ignore[no-any-return]
+    return step
 
 
 def parameters(width: int, nblocks: int) -> int:

@@ -58,3 +58,20 @@ def measure_host(runs: dict[str, Run], rounds: int, gradients: bool) -> dict[str
                     if not warm_up:
                         times[name].append((time.perf_counter() - begin) / CALLS * 1e6)
     return times
+
+
+def measure_kernels(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
+    """Microseconds that the kernels of each run take together in each round, by the profiler; runs take
+    turns, and autograd records.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        for _ in range(3):
+            run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                run()
+                torch.cuda.synchronize()
+            times[name].append(sum(each.self_device_time_total for each in profile.key_averages()))
+    return times

@@ -27,6 +27,7 @@ from monarch_rocm.kernels import launch, tuning  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:a Monarch layer")]
 PATHS = ["staged", "batched", "fused", "few"]
 FUSED = {"BT": 16, "num_warps": 4, "num_stages": 1}
+CHAINED = {"BT": 16, "BO": 16, "BI": 16, "PROGRAMS": 3, "num_warps": 4, "num_stages": 2}
 NAMES = ("y", "dx", "dblkdiag1", "dblkdiag2", "dbias")
 
 
@@ -42,8 +43,8 @@ def force(path, monkeypatch):
     def config_for(kernel, backend, dtype, device, *sizes):
         if backend == "torch" or (path == "batched" and kernel != "interleave"):
             return None
-        if kernel == "fused":
-            return FUSED if path == "fused" else None
+        if kernel in ("fused", "chained"):
+            return {"fused": FUSED, "chained": CHAINED}[kernel] if path == kernel else None
         if kernel == "bdmv" and path != "few":
             return None
         return tuning.lookup(kernel, torch.device("cpu"), dtype, *sizes)["config"]
@@ -69,6 +70,35 @@ def test_forward_and_gradients_are_within_the_budget(sizes, layout, dtype, path,
     tokens = 3 if path == "few" else 37
     operands = make_operands(shape, dtype, (tokens,))
     check(shape, operands, torch.randn(tokens, shape.out_features, device=DEVICE).to(dtype))
+
+
+@by_shape
+@by_layout
+@by_dtype
+def test_both_stages_in_one_launch_without_gradients(sizes, layout, dtype, monkeypatch, poison):
+    """More tiles of tokens than programs, so that each uses its buffer of hidden features again."""
+    force("chained", monkeypatch)
+    shape = make_shape(sizes, layout)
+    operands = [each.detach() for each in make_operands(shape, dtype, (101,))]
+    operands[0] = torch.stack([operands[0]] * 2, -1)[..., 0]
+    launched = []
+    real = dispatch.kernels().chained.launch
+    monkeypatch.setattr(dispatch.kernels().chained, "launch", lambda *a: launched.append(a[1]) or real(*a))
+    grad = torch.zeros(101, shape.out_features, device=DEVICE).to(dtype)
+    got, plain = (
+        monarch_linear(
+            *operands,
+            in_features=shape.in_features,
+            out_features=shape.out_features,
+            layout=layout,
+            backend=backend,
+        )
+        for backend in ("triton", "torch")
+    )
+    exact = run_dense(shape, [each.requires_grad_() for each in operands], grad)[0]
+    assert launched == [3]
+    assert_within_budget("y", got, plain, exact.detach(), depth=max(shape.P, shape.R))
+    tuning.refresh()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 16, 17, 128, 300])

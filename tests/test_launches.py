@@ -88,6 +88,7 @@ def test_operations_lie_in_memory_as_a_layers_do(sizes, layout, monkeypatch):
 def test_kernels_compute_what_they_are_compared_with(sizes, layout):
     shape, device = MonarchShape(*sizes, layout=layout), torch.device(DEVICE)
     operations = (*launches.forward(shape, 8, True), *launches.backward(shape, 8))
+    operations += launches.forward(shape, 8, False)
     kernels = set()
     for task in launches.tasks(operations):
         kernels.add(task.kernel)
@@ -101,7 +102,7 @@ def test_kernels_compute_what_they_are_compared_with(sizes, layout):
                 assert len(got) == len(wanted)
                 for one, two in zip(got, wanted, strict=True):
                     torch.testing.assert_close(one, two)
-    assert {"bdmm", "bdmv", "bdmm_wgrad"} <= kernels
+    assert {"bdmm", "bdmv", "bdmm_wgrad", "chained"} <= kernels
     assert ("interleave" in kernels) == (layout == "interleaved")
     assert ("fused" in kernels) == (shape.K == 4)
 
@@ -112,7 +113,11 @@ def test_launches_that_share_a_row_are_one_task():
     once = list(launches.tasks(launches.forward(shape, 32, False)))
     twice = list(launches.tasks(launches.forward(shape, 32, False) * 2))
     assert once == twice
-    assert [(task.kernel, len(task.operations)) for task in once] == [("bdmm", 2), ("fused", 1)]
+    assert [(task.kernel, len(task.operations)) for task in once] == [
+        ("bdmm", 2),
+        ("fused", 1),
+        ("chained", 1),
+    ]
     assert str(once[0]) == "bdmm 16x16, 32 tokens"
 
 

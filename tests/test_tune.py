@@ -47,6 +47,11 @@ SPACE = {
     },
     "bdmv": {"configs": [{"BT": [4, 16], "BO": [16], "BI": [16], "num_warps": [1], "num_stages": [1]}]},
     "fused": {"configs": [{"BT": [16, 32], "num_warps": [1], "num_stages": [1]}]},
+    "chained": {
+        "configs": [
+            {"BT": [16], "BO": [16], "BI": [16], "PROGRAMS": [2], "num_warps": [1], "num_stages": [1]}
+        ]
+    },
 }
 
 
@@ -237,7 +242,7 @@ def test_tune_writes_a_row_for_each_launch_and_lookups_take_it(clock, folder):
 def test_without_train_only_forward_launches_are_tuned(clock):
     clock(lambda config: 100)
     found, _ = tuned(train=False, tokens=(4,))
-    assert {each.task.kernel for each in found} == {"interleave", "bdmm", "bdmv", "fused"}
+    assert {each.task.kernel for each in found} == {"interleave", "bdmm", "bdmv", "fused", "chained"}
     assert not any(each.wins for each in found)
 
 

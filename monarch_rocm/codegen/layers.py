@@ -24,7 +24,8 @@ class Layer:
     """A layer and what is done with it.
 
     `path` is "triton" for a kernel wherever there is one, "auto" for those that the tables prefer, and
-    "fused" for the whole layer in one launch. With `train`, gradients of everything are taken too.
+    "fused" or "chained" for the whole layer in one launch. With `train`, gradients of everything are
+    taken too.
     """
 
     in_features: int
@@ -91,15 +92,15 @@ def _replaced(path: str, arch: str, record: Callable[..., None]) -> Iterator[Non
         table = tuning.table(kernel, arch)[1]
         row = tuning.pick(table, dtype.itemsize, n_out, n_in, tuning.bucket_of(tokens))
         assert row is not None, "a shipped table serves every shape"
-        return row if path == "auto" or kernel != "fused" else row | {"wins": path == "fused"}
+        return row if path == "auto" or kernel not in dispatch.WHOLE else row | {"wins": path == kernel}
 
     def path_of(*_: object) -> str:
         return "auto" if path == "auto" else "triton"
 
     kernels = dispatch.kernels()
     with ExitStack() as stack:
-        for module in (kernels.bdmm, kernels.bdmm_wgrad, kernels.bdmv, kernels.fused, kernels.interleave):
-            stack.enter_context(mock.patch.object(module, "launch", record))
+        for name in tuning.PARAMETERS:
+            stack.enter_context(mock.patch.object(getattr(kernels, name), "launch", record))
         stack.enter_context(mock.patch.object(tuning, "lookup", lookup))
         stack.enter_context(mock.patch.object(dispatch, "path_of", path_of))
         for remembered in ("_route", "_product"):  # what was found with other tables
@@ -117,6 +118,7 @@ DEFAULT = (
     Layer(1000, 1000, 8, 4096, train=True),
     *(Layer(4096, 4096, 4, tokens, dtype) for tokens in (1, 16) for dtype in ("bf16", "fp32")),
     *(Layer(512, 512, 16, 8192, dtype, path="fused") for dtype in ("bf16", "fp32")),
+    *(Layer(1024, 1024, 16, 65536, dtype, "blocked", "chained") for dtype in ("bf16", "fp32")),
     *(Layer(4096, 4096, nblocks, 8192, path="auto") for nblocks in (4, 64)),
 )
 
@@ -136,6 +138,7 @@ def every() -> tuple[Layer, ...]:
             for tokens in (1, 2, 4, 16)
         ]
         found.append(Layer(512, 512, 16, 8192, dtype, path="fused"))
+        found.append(Layer(1024, 1024, 16, 65536, dtype, path="chained"))
         found += [
             Layer(rows * columns, rows * columns, rows, 8192, dtype, path="auto", rank=1)
             for rows in (4, 8, 16, 32, 64)
