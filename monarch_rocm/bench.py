@@ -101,7 +101,7 @@ def _cases() -> list[Case]:
         for kind in ("call", "call for gradients")
         for nblocks in (4, 16)
     ]
-    return [*squares, *wide, *narrow, *tokens, *train, *decode, *stacks, *calls]
+    return [*squares, *wide, *narrow, *tokens, *train, *decode, *calls, *stacks]
 
 
 CASES = _cases()
