@@ -7,8 +7,8 @@ it on numpy arrays, all waves of a grid together. It raises on
 * an access outside a tensor's elements, or misaligned (`heap`), or outside a workgroup's LDS (`lds`);
 * a workgroup touching what another has written in the same launch (`heap`);
 * LDS written by one wave and touched by another with no barrier between (`lds`);
-* a register read before the load that fills it was waited for, LDS read before the copy or the other
-  wave's write that fills it was waited for (`waits`).
+* a register used before the load that fills it was waited for, LDS read before the copy or the other
+  wave's write that fills it was waited for, or written before another wave's read was (`waits`, `lds`).
 
 It counts instructions by class, LDS clocks against the least possible, and cache lines touched against
 the least possible (`counters`).
@@ -25,7 +25,7 @@ modelled are
   inside one matrix instruction;
 * the order of workgroups, and any interleaving of waves but the one that runs them in lock-step: a race
   is seen where the bookkeeping of barriers and waits sees it;
-* a read of LDS still in flight when another wave overwrites it after a barrier;
+* arguments that hardware puts into registers before a kernel starts: the prologue that loads them runs;
 * scratch memory (a kernel that spills raises), atomics, 8-bit floats, more than one grid axis;
 * the driver and the launcher: how a real ROCm loads the code and passes arguments.
 """

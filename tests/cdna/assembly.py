@@ -65,8 +65,9 @@ def parse_operand(text):
     extend = inner.startswith("sext(")
     if extend:
         inner = inner[5:-1]
-    negate = bool(re.match(r"-[^\d.]", inner))
-    inner = inner[1:] if negate else inner
+    negate = bool(re.match(r"-[^\d.]|neg\(", inner))
+    if negate:
+        inner = inner[4:-1] if inner.startswith("neg(") else inner[1:]
     absolute = inner.startswith("|")
     inner = inner.strip("|")
     changes = {"negate": negate, "absolute": absolute, "extend": extend}
@@ -101,6 +102,10 @@ class Instruction:
             if re.match(pattern, self.text):
                 return name
         raise self.unknown()
+
+    @property
+    def touches_memory(self):
+        return self.kind in ("async", "load", "store")
 
     def unknown(self, what="instruction"):
         """The error that says what is not modelled."""

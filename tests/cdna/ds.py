@@ -60,8 +60,8 @@ def _read(ins, size, kind, half):
     out, at = ins.operands
 
     def run(m, g):
-        words = _load(m, g, _address(m, g, at, ins.modifiers.get("offset", 0)), size, ins)
         m.registers.waits.issue("lgkmcnt", g)
+        words = _load(m, g, _address(m, g, at, ins.modifiers.get("offset", 0)), size, ins)
         for k, word in enumerate(words):
             m.registers.load_lanes(out.index + k, g, narrow(word, kind), half, "lgkmcnt")
 
@@ -73,11 +73,11 @@ def _read_two(ins, size, step):
     out, at = ins.operands
 
     def run(m, g):
+        m.registers.waits.issue("lgkmcnt", g)
         words = []
         for name in ("offset0", "offset1"):
             address = _address(m, g, at, step * ins.modifiers.get(name, 0))
             words += _load(m, g, address, size, ins)
-        m.registers.waits.issue("lgkmcnt", g)
         for k, word in enumerate(words):
             m.registers.load_lanes(out.index + k, g, word, None, "lgkmcnt")
 
@@ -117,11 +117,11 @@ def _read_transposed(ins):
     out, at = ins.operands
 
     def run(m, g):
+        m.registers.waits.issue("lgkmcnt", g)
         words = _load(m, g, _address(m, g, at, ins.modifiers.get("offset", 0)), 8, ins)
         numbers = np.stack([part for word in words for part in (word & LOW, word >> U32(16))], -1)
         rows = numbers.reshape(-1, 4, 4, 16)  # waves, groups of lanes, rows, columns
         columns = rows.transpose(0, 1, 3, 2).reshape(-1, 64, 4)
-        m.registers.waits.issue("lgkmcnt", g)
         for k in (0, 1):
             pair = columns[..., 2 * k] | (columns[..., 2 * k + 1] << U32(16))
             m.registers.load_lanes(out.index + k, g, pair, None, "lgkmcnt")

@@ -24,6 +24,9 @@ class Lds:
         self.written = np.full(shape, -1, I64)  # in which epoch
         self.reader = np.full(shape, NOBODY, np.int32)
         self.read = np.full(shape, -1, I64)
+        # The last reader and its number of that read, which another wave's write must not overtake.
+        self.last_reader = np.zeros(shape, np.int32)
+        self.read_number = np.zeros(shape, I64)
         # When the write has arrived: a number of the writer's, counted by vmcnt for a copy from memory.
         self.arrival = np.zeros(shape, I64)
         self.copied = np.zeros(shape, bool)
@@ -39,16 +42,22 @@ class Lds:
         return self.machine.workgroup[waves][:, None], pieces, waves[:, None]
 
     def _late(self, group, piece, wave):
-        """Where a write has been issued that its wave has not waited for."""
+        """Where a write has been issued of which it is not known that it has arrived."""
         writer = np.maximum(self.writer[group, piece], 0)
-        done = self.machine.registers.waits.done
-        arrival, copied = self.arrival[group, piece], self.copied[group, piece]
-        # A wave's own accesses come in order, but for copies.
-        own = (writer == wave) & ~copied
-        return ~own & (arrival > np.where(copied, done["vmcnt"][writer], done["lgkmcnt"][writer]))
+        waits, copied = self.machine.registers.waits, self.copied[group, piece]
+        known = np.where(copied, waits.known["vmcnt"][writer], waits.known["lgkmcnt"][writer])
+        # A wave's own accesses come in order, but for copies, which it must have waited for.
+        own = np.where(copied, waits.done["vmcnt"][writer], np.inf)
+        return self.arrival[group, piece] > np.where(writer == wave, own, known)
+
+    def _unread(self, group, piece, wave):
+        """Where another wave had not waited for its read when it came to the barrier."""
+        reader = self.last_reader[group, piece]
+        known = self.machine.registers.waits.known["lgkmcnt"][reader]
+        return (reader != wave) & (self.read_number[group, piece] > known)
 
     def load(self, g, address, live, size, what):
-        """The words at each lane's address, zero where a lane takes no part."""
+        """The words at each lane's address, zero where a lane takes no part; lgkmcnt has counted the read."""
         out = np.zeros((max(1, size // 4), *live.shape), U32)
         if live.any():
             group, piece, wave = self._where(g, address, live, size, what)
@@ -74,6 +83,8 @@ class Lds:
         wave = np.broadcast_to(wave, piece.shape)
         self.reader[group, piece] = np.where(other, SEVERAL, wave)
         self.read[group, piece] = epoch
+        self.last_reader[group, piece] = wave
+        self.read_number[group, piece] = self.machine.registers.waits.issued["lgkmcnt"][wave]
         # Waves of this very access may share a piece, of which the line above kept one.
         lost = (self.reader[group, piece] != wave) & (self.reader[group, piece] != SEVERAL)
         shared_group = np.broadcast_to(group, piece.shape)[lost]
@@ -87,6 +98,8 @@ class Lds:
         epoch = self.epoch[group]
         if ((self.read[group, piece] == epoch) & (self.reader[group, piece] != wave)).any():
             raise EmulationError(f"LDS race, a write to what another wave read, no barrier: {what}")
+        if self._unread(group, piece, wave).any():
+            raise EmulationError(f"LDS write while another wave's read is not waited for: {what}")
         if (self.copied[group, piece] & self._late(group, piece, wave)).any():
             raise EmulationError(f"LDS write over a copy that was not waited for: {what}")
         data = np.stack([np.broadcast_to(word, live.shape)[live] for word in words], 1)

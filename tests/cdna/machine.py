@@ -90,6 +90,7 @@ class Machine:
 
     def arrive(self, g):
         """At a barrier."""
+        self.registers.waits.publish(g)
         self.arrived[g] = True
 
     def _release(self):

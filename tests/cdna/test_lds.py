@@ -133,6 +133,10 @@ def test_waves_exchange_values_across_a_barrier():
         ((READ, "s_waitcnt lgkmcnt(0)", WRITE), "race, a write to what another wave read"),
         (("ds_write_b32 v0, v8", WAIT, "ds_write_b32 v1, v8"), "write different values"),
         ((WRITE, "s_barrier", READ), "read before the write was waited for"),
+        ((READ, "s_barrier", WRITE), "another wave's read is not waited for"),
+        # A wait behind the barrier is one that the other wave knows nothing of.
+        ((WRITE, "s_barrier", WAIT, READ), "read before the write was waited for"),
+        ((READ, "s_barrier", WAIT, WRITE), "another wave's read is not waited for"),
         (("v_mov_b32_e32 v0, 0", WRITE), "write different values"),
     ],
 )

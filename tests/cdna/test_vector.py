@@ -108,8 +108,10 @@ INTEGER = {
     "v_cvt_f32_ubyte3": lambda a: float_bits(a >> 24),
     "v_lshlrev_b16": lambda a, b: b << (a & 15) & 0xFFFF,
     "v_lshrrev_b16": lambda a, b: (b & 0xFFFF) >> (a & 15),
+    "v_ashrrev_i16": lambda a, b: signed(b, 16) >> (a & 15) & 0xFFFF,
     "v_add_u16": lambda a, b: a + b & 0xFFFF,
     "v_sub_u16": lambda a, b: a - b & 0xFFFF,
+    "v_mad_legacy_u16": lambda a, b, c: a * b + c & 0xFFFF,
     "v_mul_lo_u16": lambda a, b: a * b & 0xFFFF,
 }
 FLOAT = {
@@ -375,6 +377,27 @@ def test_tables_of_three_bits():
     a, b, c = (edges(i) for i in range(3))
     m = run("v_bitop3_b32 v9, v0, v1, v2 bitop3:0xe8", vectors={0: a, 1: b, 2: c}, arch="gfx950")
     assert vector(m, 9).tolist() == ((a & b) | (a & c) | (b & c)).tolist()  # the majority
+
+    m = run("v_bitop3_b16 v9, v0, v1, 7 bitop3:0xc8", vectors={0: a, 1: b, 9: c}, arch="gfx950")
+    assert vector(m, 9).tolist() == ((c & 0xFFFF0000) | (b & (a | 7) & 0xFFFF)).tolist()
+
+
+def test_products_of_mixed_precision():
+    """`op_sel_hi` marks the halves, `op_sel` says which."""
+    halves = [np.random.default_rng(i).standard_normal(64).astype(np.float16) for i in range(4)]
+    one, two = (
+        a.view(np.uint16) | (b.view(np.uint16).astype(np.uint32) << 16) for a, b in (halves[:2], halves[2:])
+    )
+    c = np.random.default_rng(9).standard_normal(64).astype(np.float32)
+    a, b = halves[1].astype(np.float64), halves[2].astype(np.float64)
+    for text, expected in {
+        "v_fma_mix_f32 v9, v0, v1, v2 op_sel:[1,0,0] op_sel_hi:[1,1,0]": a * b + c,
+        "v_fma_mix_f32 v9, -v0, |v1|, v2 op_sel:[1,0,0] op_sel_hi:[1,1,0]": -a * np.abs(b) + c,
+        "v_fma_mix_f32 v9, v0, 1.0, v2 op_sel:[1,0,0] op_sel_hi:[1,1,0]": a + c,
+        "v_fma_mix_f32 v9, v2, v1, neg(0) op_sel_hi:[0,1,0]": c * b,
+    }.items():
+        m = run(text, vectors={0: one, 1: two, 2: c})
+        np.testing.assert_array_equal(vector(m, 9, np.float32), expected.astype(np.float32), err_msg=text)
 
 
 def test_exponents_are_shifted():

@@ -3,6 +3,7 @@
 `decode` returns the function `(machine, waves)` that executes an instruction.
 """
 
+import dataclasses
 import re
 
 import numpy as np
@@ -14,6 +15,10 @@ from cdna.forms import Form
 
 def _shift(amount, width=32):
     return amount & U32(width - 1)
+
+
+def _shift_arithmetic16(amount, x):
+    return (signed(bits.sign_extended(x, 16)) >> signed(_shift(amount, 16))).view(U32) & LOW
 
 
 def _low24(x):
@@ -138,8 +143,10 @@ INTEGER = {
     # 16 bits in, 16 bits out, and zeros above
     "v_lshlrev_b16": lambda a, b: (b << _shift(a, 16)) & LOW,
     "v_lshrrev_b16": lambda a, b: (b & LOW) >> _shift(a, 16),
+    "v_ashrrev_i16": _shift_arithmetic16,
     "v_add_u16": lambda a, b: (a + b) & LOW,
     "v_sub_u16": lambda a, b: (a - b) & LOW,
+    "v_mad_legacy_u16": lambda a, b, c: (a * b + c) & LOW,
     "v_mul_lo_u16": lambda a, b: (a * b) & LOW,
 }
 INTEGER |= {
@@ -346,6 +353,39 @@ def _table(ins):
     return lambda m, g: form.write(m, g, _bit_operation(*form.read_all(m, g), ins.modifiers["bitop3"]))
 
 
+def _table16(ins):
+    """Like other instructions that may take either half, it keeps the half that it does not write."""
+    form = Form(ins, modifiers=("bitop3",))
+
+    def run(m, g):
+        result = _bit_operation(*form.read_all(m, g), ins.modifiers["bitop3"])
+        form.write(m, g, (m.registers.lanes(form.out, g) & ~LOW) | (result & LOW))
+
+    return run
+
+
+def _mixed_multiply_add(ins):
+    """Each operand is a float32 or, where `op_sel_hi` says so, a half of its register."""
+    form = Form(ins, modifiers=("op_sel", "op_sel_hi"))
+    high = ins.modifiers.get("op_sel", [0, 0, 0])
+    is_half = ins.modifiers.get("op_sel_hi", [0, 0, 0])
+
+    def operand(m, g, i):
+        source = form.sources[i]
+        if not is_half[i]:
+            return form.read(m, g, i, "f32").view(F32)
+        plain = dataclasses.replace(source, negate=False, absolute=False)
+        x = m.registers.lanes(plain, g, "f16")
+        value = bits.half(x >> U32(16 * high[i])).astype(F32)
+        value = np.abs(value) if source.absolute else value
+        return -value if source.negate else value
+
+    def run(m, g):
+        form.write(m, g, bits.from_float(multiply_add(*(operand(m, g, i) for i in range(3)))))
+
+    return run
+
+
 def _shift64(how):
     def decode_shift(ins):
         form = Form(ins)
@@ -437,6 +477,8 @@ OTHERS = {
     "v_cndmask_b32": _conditional,
     "v_ldexp_f32": _scale_exponent,
     "v_bitop3_b32": _table,
+    "v_bitop3_b16": _table16,
+    "v_fma_mix_f32": _mixed_multiply_add,
     "v_lshlrev_b64": _shift64("left"),
     "v_lshrrev_b64": _shift64("right"),
     "v_ashrrev_i64": _shift64("arithmetic"),

@@ -13,6 +13,8 @@ class Waits:
     def __init__(self, waves):
         self.issued = {name: np.zeros(waves, np.int64) for name in ("vmcnt", "lgkmcnt")}
         self.done = {name: np.zeros(waves, np.int64) for name in ("vmcnt", "lgkmcnt")}
+        # What was done when a wave came to its last barrier: all that other waves can know of it.
+        self.known = {name: np.zeros(waves, np.int64) for name in ("vmcnt", "lgkmcnt")}
         self.last_constant = np.zeros(waves, np.int64)
         self.pending = {}
         self.instruction = ""
@@ -39,6 +41,11 @@ class Waits:
                     f"{file}{index} is used before the load that fills it was waited for ({counter}): "
                     f"{self.instruction}"
                 )
+
+    def publish(self, g):
+        """At a barrier."""
+        for counter, done in self.done.items():
+            self.known[counter][g] = done[g]
 
     def wait(self, counter, left, g):
         """Until at most `left` operations are on their way."""

@@ -1,0 +1,122 @@
+"""Faults put into compiled kernels on purpose: evidence that the interpreter would see real ones."""
+
+import pytest
+import torch
+
+from cdna.backend import ARCHS
+from cdna.mutations import subject, weaker_waits, without
+
+pytest.importorskip("triton")
+from monarch_rocm.kernels import bdmm, bdmm_wgrad, interleave
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="launches are taken from Triton's interpreter"),
+]
+by_arch = pytest.mark.parametrize("arch", ARCHS)
+by_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+# Tiles that the sizes fill, so that every product counts.
+TILES = {"BT": 64, "BO": 64, "BI": 32, "num_warps": 4}
+SUMS = {**TILES, "BT": 32, "PROGRAMS": 1, "MIN_STEPS": 1}
+
+
+def stage(arch, dtype, stages):
+    x, w = torch.randn(128, 192).to(dtype), torch.randn(2, 64, 96).to(dtype)
+    config = TILES | {"num_stages": stages}
+    return subject(arch, lambda: bdmm.bdmm(x, w, None, 128, 1, 1, False, config), "y")
+
+
+def weight_gradient(arch, dtype, stages):
+    g, a = torch.randn(96, 128).to(dtype), torch.randn(96, 64).to(dtype)
+    config = SUMS | {"num_stages": stages}
+    return subject(arch, lambda: bdmm_wgrad.bdmm_wgrad(g, a, 2, 64, 32, 1, 1, config), "dw")
+
+
+by_kernel = pytest.mark.parametrize("make", [stage, weight_gradient])
+
+
+def outcomes(found, mutants):
+    """What became of every mutant, of which there must be some, by the position of the fault."""
+    results = {position: found.outcome(program) for position, program in mutants}
+    assert results
+    return results
+
+
+@by_arch
+@by_dtype
+@by_kernel
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_removed_barrier_is_a_race(make, arch, dtype, stages):
+    """Every one but those that stand before the first access to LDS, where there is nothing to guard."""
+    found = make(arch, dtype, stages)
+    assert found.outcome() == "right"
+    first = min(i for i, ins in enumerate(found.program.instructions) if ins.kind in ("lds_write", "async"))
+    for position, result in outcomes(found, without(found.program, "s_barrier")).items():
+        assert position < first or "LDS race" in result, (position, result)
+
+
+@by_arch
+@by_dtype
+@by_kernel
+@pytest.mark.parametrize("counter", ["vmcnt", "lgkmcnt"])
+def test_a_removed_wait_is_seen(make, arch, dtype, counter):
+    """Loads into registers, copies into LDS, and LDS between waves, in a loop with two buffers.
+
+    Two that the compiler writes are not needed: in front of a barrier it waits for all reads, also where
+    the next tile goes elsewhere, and the prologue for old firmware ends with a wait and a branch.
+    """
+    found = make(arch, dtype, 2)
+    assert found.outcome() == "right"
+    unneeded = []
+    for position, result in outcomes(found, weaker_waits(found.program, counter, None)).items():
+        if result == "right":
+            unneeded.append(found.program.instructions[position + 1].opcode)
+        else:
+            assert "wait" in result, (position, result)
+    assert sorted(unneeded) in ([], ["s_barrier"], ["s_branch"], ["s_barrier", "s_branch"])
+    assert counter == "lgkmcnt" or not unneeded
+
+
+@by_arch
+@by_kernel
+@pytest.mark.parametrize("counter", ["vmcnt", "lgkmcnt"])
+def test_a_wait_that_leaves_one_more_is_seen(make, arch, counter):
+    found = make(arch, torch.bfloat16, 2)
+    for position, result in outcomes(found, weaker_waits(found.program, counter, 1)).items():
+        assert "wait" in result, (position, result)
+
+
+@by_arch
+@by_dtype
+@by_kernel
+def test_a_dropped_product_is_wrong(make, arch, dtype):
+    found = make(arch, dtype, 2)
+    assert set(outcomes(found, without(found.program, "v_mfma")).values()) == {"wrong"}
+
+
+@by_arch
+@by_dtype
+@by_kernel
+@pytest.mark.parametrize("more", [1, 64])
+def test_too_many_tokens_leave_the_tensor(make, arch, dtype, more):
+    """A bound that is too large by one row is enough."""
+    found = make(arch, dtype, 2)
+    numbers = {"tokens": found.numbers["tokens"] + more}
+    if "span" in found.numbers:
+        numbers["span"] = found.numbers["span"] + 64
+    # Whole tiles hide one row more; a program more looks past them.
+    found.programs += 2
+    assert "outside the tensors" in found.outcome(**numbers)
+
+
+@by_arch
+def test_a_transpose_without_a_store_or_a_barrier(arch):
+    """A store that is dropped leaves what was there before."""
+    x = torch.randn(20, 31 * 15)
+    config = {"BT": 4, "BR": 32, "BC": 16, "num_warps": 4, "num_stages": 1}
+    found = subject(arch, lambda: interleave.interleave(x, 31, 15, 31 * 15, None, config), "y")
+    assert found.outcome() == "right"
+    assert set(outcomes(found, without(found.program, "(buffer|global)_store")).values()) == {"wrong"}
+    assert all(
+        "LDS race" in result for result in outcomes(found, without(found.program, "s_barrier")).values()
+    )
