@@ -25,8 +25,10 @@ def clocks(address, live, size, banks):
     parts = groups(size, banks)
     for lanes in parts:
         words = (address[:, lanes, None] // 4 + np.arange(count)).reshape(len(address), -1)
-        taken = np.repeat(live[:, lanes], count, axis=1)
-        for wave, used in zip(words, taken, strict=True):
-            different = np.unique(wave[used])
-            total += int(np.bincount(different % banks).max(initial=0))
+        words = np.sort(np.where(np.repeat(live[:, lanes], count, axis=1), words, -1), axis=1)
+        different = words >= 0
+        different[:, 1:] &= words[:, 1:] != words[:, :-1]
+        wave, at = np.nonzero(different)
+        load = np.bincount(wave * banks + words[wave, at] % banks, minlength=len(address) * banks)
+        total += int(load.reshape(-1, banks).max(1).sum())
     return total, len(address) * len(parts)

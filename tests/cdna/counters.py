@@ -31,10 +31,10 @@ class Counters:
 
     def memory(self, offset, live, size):
         if self.detailed:
-            for wave, used in zip(offset, live, strict=True):
-                bytes_touched = wave[used][:, None] + np.array([0, size - 1])
-                self.lines += len(np.unique(bytes_touched // LINE))
-                self.lines_least += -(-len(wave[used]) * size // LINE)
+            ends = (offset[:, :, None] + np.array([0, size - 1])).reshape(len(offset), -1) // LINE
+            ends = np.sort(np.where(np.repeat(live, 2, axis=1), ends, -1), axis=1)
+            self.lines += int((ends[:, 0] >= 0).sum() + (ends[:, 1:] != ends[:, :-1]).sum())
+            self.lines_least += int((-(-live.sum(1) * size // LINE)).sum())
 
     def conflict_factor(self):
         """LDS clocks over the least possible; 1 where LDS was not used."""

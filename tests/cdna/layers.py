@@ -52,10 +52,9 @@ class Layer:
 
 
 def every_layer() -> list[Layer]:
-    return [
-        Layer(*parts)
-        for parts in itertools.product(SIZES, TOKENS, LAYOUTS, DTYPES, ARCHS, ("buffer", "global"))
-    ]
+    """Shapes, layouts, dtypes and architectures each with each other; ways of addressing take turns."""
+    parts = itertools.product(SIZES, TOKENS, LAYOUTS, DTYPES, ARCHS)
+    return [Layer(*part, list(ADDRESSING)[(i + i // 9) % 3]) for i, part in enumerate(parts)]
 
 
 def some_layers() -> list[Layer]:
