@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from support import poison_fresh_tensors
 
 from cdna.bits import EmulationError
 from cdna.compiler import Compiled, compile_kernel
@@ -105,17 +106,11 @@ class Backend:
         self.arch, self.buffers, self.detailed = arch, buffers, detailed
         self.launches = []
 
-    def bind(self, kernel, args, kwargs):
-        """A launch's arguments as (tensors, numbers, constants)."""
-        named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        numbers = {name: value for name, value in named.items() if name in kernel.arg_names[: len(args)]}
-        numbers = {name: value for name, value in numbers.items() if name not in tensors}
-        return tensors, numbers, kwargs
-
-    def launch(self, kernel, grid, args, kwargs):
+    def launch(self, kernel, grid, args, constants):
         (programs,) = grid
-        tensors, numbers, constants = self.bind(kernel, args, kwargs)
+        given = dict(zip(kernel.arg_names, args, strict=False))
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        numbers = {name: value for name, value in given.items() if name not in tensors}
         compiled = compile_kernel(kernel, self.arch, tensors, numbers, constants, self.buffers)
         if compiled.lds > LDS_BYTES[self.arch]:
             raise EmulationError(f"{compiled.lds} bytes of LDS, more than {self.arch} has")
@@ -125,18 +120,30 @@ class Backend:
 
 @contextmanager
 def on_cdna(arch, buffers=True, detailed=False, wide=False):
-    """Within, kernels run as that architecture would run them, with the configs it would take."""
+    """Within, kernels run as that architecture would run them, with the configs it would take.
+
+    Fresh tensors hold NaN, so that an unwritten output shows.
+
+    Args:
+        arch (str): such as "gfx942".
+        buffers (bool): tensors are marked as smaller than 2 GiB, as Triton does on ROCm where they are.
+        detailed (bool): the counters follow banks and cache lines.
+        wide (bool): kernels take offsets of 64 bits, whatever the size.
+
+    Yields:
+        Backend: `launches` is what has run.
+    """
     from triton.runtime.interpreter import InterpretedFunction
 
     backend = Backend(arch, buffers, detailed)
 
-    def run(kernel, *args, grid, warmup, **kwargs):
-        backend.launch(kernel, grid, args, kwargs)
+    def run(kernel, *args, grid, warmup, **constants):
+        backend.launch(kernel, grid, args, constants)
 
-    with pytest.MonkeyPatch.context() as backend.patch:
-        patch = backend.patch
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", run)
         patch.setattr(tuning, "architecture", lambda device: arch)
         if wide:
             patch.setattr(tuning, "is_wide", lambda *tensors: True)
+        poison_fresh_tensors(patch)
         yield backend

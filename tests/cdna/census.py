@@ -1,7 +1,7 @@
 """Every shipped config of every kernel, and whole layers, compiled and executed for every architecture.
 
-`python -m cdna.census FOLDER` writes `cdna.csv`, a row a run, and `cdna.json`, the sums, and fails where
-one run does. Nothing runs on AMD hardware.
+`python -m cdna.census FOLDER` writes `cdna.csv`, a row a run, and `cdna.json`, the sums and how many faults
+put in on purpose were seen, and fails where one run does. Nothing runs on AMD hardware.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: launches are 
 
 import torch
 
-from cdna import cases, layers
+from cdna import cases, layers, mutations
 
 COLUMNS = (
     *("kernel", "row", "dtype", "arch", "addressing", "right", "error_over_allowed", "instructions_used"),
@@ -123,11 +123,12 @@ def main() -> int:
         "torch": torch.__version__.partition("+")[0],
         "runs": len(rows),
         "right": len(rows) - wrong,
-        "rows": summary(rows),
     }
-    lines = ",\n".join(json.dumps(row) for row in found.pop("rows"))
-    text = json.dumps(found, indent=1).removesuffix("\n}") + f',\n "rows": [\n{lines}\n]\n}}\n'
-    (arguments.folder / "cdna.json").write_text(text)
+    text = json.dumps(found, indent=1).removesuffix("\n}")
+    for name, part in (("rows", summary(rows)), ("faults", mutations.table())):
+        lines = ",\n  ".join(json.dumps(row) for row in part)
+        text += f',\n "{name}": [\n  {lines}\n ]'
+    (arguments.folder / "cdna.json").write_text(text + "\n}\n")
     print(f"{len(rows) - wrong} of {len(rows)} runs right, Triton {triton.__version__}")
     return 1 if wrong else 0
 

@@ -2,36 +2,28 @@
 
 import pytest
 import torch
+from support import dtype_id
 
 from cdna.backend import ARCHS
-from cdna.mutations import subject, weaker_waits, without
 
 pytest.importorskip("triton")
-from monarch_rocm.kernels import bdmm, bdmm_wgrad, interleave
+from cdna.mutations import (
+    DTYPES,
+    stage,
+    subject,
+    too_many_tokens,
+    weaker_waits,
+    weight_gradient,
+    without,
+)
+from monarch_rocm.kernels import interleave
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="launches are taken from Triton's interpreter"),
 ]
 by_arch = pytest.mark.parametrize("arch", ARCHS)
-by_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-# Tiles that the sizes fill, so that every product counts.
-TILES = {"BT": 64, "BO": 64, "BI": 32, "num_warps": 4}
-SUMS = {**TILES, "BT": 32, "PROGRAMS": 1, "MIN_STEPS": 1}
-
-
-def stage(arch, dtype, stages):
-    x, w = torch.randn(128, 192).to(dtype), torch.randn(2, 64, 96).to(dtype)
-    config = TILES | {"num_stages": stages}
-    return subject(arch, lambda: bdmm.bdmm(x, w, None, 128, 1, 1, False, config), "y")
-
-
-def weight_gradient(arch, dtype, stages):
-    g, a = torch.randn(96, 128).to(dtype), torch.randn(96, 64).to(dtype)
-    config = SUMS | {"num_stages": stages}
-    return subject(arch, lambda: bdmm_wgrad.bdmm_wgrad(g, a, 2, 64, 32, 1, 1, config), "dw")
-
-
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 by_kernel = pytest.mark.parametrize("make", [stage, weight_gradient])
 
 
@@ -106,13 +98,7 @@ def test_a_dropped_product_is_wrong(make, arch, dtype):
 @pytest.mark.parametrize("more", [1, 64])
 def test_too_many_tokens_leave_the_tensor(make, arch, dtype, more):
     """A bound that is too large by one row is enough."""
-    found = make(arch, dtype, 2)
-    numbers = {"tokens": found.numbers["tokens"] + more}
-    if "span" in found.numbers:
-        numbers["span"] = found.numbers["span"] + 64
-    # Whole tiles hide one row more; a program more looks past them.
-    found.programs += 2
-    assert "outside the tensors" in found.outcome(**numbers)
+    assert "outside the tensors" in too_many_tokens(make(arch, dtype, 2), more)
 
 
 @by_arch

@@ -79,5 +79,6 @@ def test_the_census_writes_its_results(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "cdna.json").read_text())
     assert found["runs"] == found["right"] == len(cases.ADDRESSING)
+    assert all(0 < row["seen"] <= row["put_in"] for row in found["faults"])
     rows = (tmp_path / "cdna.csv").read_text().splitlines()
     assert len(rows) == 1 + found["runs"]
