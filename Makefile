@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test test-fast lint codegen bench doctor clean
+.PHONY: demo test test-fast test-cdna lint codegen bench doctor clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
@@ -15,6 +15,10 @@ test: $(VENV)/dev
 
 test-fast: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m "not slow"
+
+# Every shipped config of every kernel, compiled for CDNA and executed without a GPU: half an hour.
+test-cdna: $(VENV)/dev
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m cdna.census benchmarks/results
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .

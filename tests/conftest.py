@@ -25,17 +25,10 @@ def seed():
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Fill what `torch.empty` and `Tensor.new_empty` return with NaN, so that an unwritten output shows."""
+    """Fresh tensors hold NaN, so that an unwritten output shows."""
+    from support import poison_fresh_tensors
 
-    def poisoned(allocate):
-        def call(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-        return call
-
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    poison_fresh_tensors(monkeypatch)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,84 @@
+"""Shipped kernels with shipped configs, compiled for CDNA and executed: a set that every test run can afford.
+
+`make test-cdna` runs all of them. Nothing runs on AMD hardware; what that leaves open stands in the
+package's docstring.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from cdna import cases, layers
+from monarch_rocm.kernels import tuning
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="launches are taken from Triton's interpreter"),
+]
+
+
+def test_every_kernel_has_a_case():
+    assert set(cases.MAKERS) == set(tuning.PARAMETERS)
+
+
+def test_every_row_of_every_table_can_be_reached():
+    for case in cases.every_case():
+        if case.kernel != "fused":
+            cases.sizes_of(case)
+
+
+def test_the_set_holds_every_row_and_every_way_of_running():
+    """Each row of each table; each architecture with each dtype and each way of addressing."""
+    chosen, every = cases.some_cases(), cases.every_case()
+    for of in (
+        lambda case: (case.kernel, str(case.config)),
+        lambda case: (case.arch, case.dtype, case.addressing),
+        lambda case: (case.kernel, case.arch),
+    ):
+        assert {of(case) for case in chosen if case.kernel != "fused"} == {
+            of(case) for case in every if case.kernel != "fused"
+        }
+
+
+@pytest.mark.parametrize("case", cases.some_cases(), ids=str)
+def test_a_shipped_config_is_right(case):
+    cases.try_case(case)
+
+
+@pytest.mark.parametrize("case", layers.some_layers(), ids=str)
+def test_a_layer_and_its_gradients_are_right(case):
+    found = layers.try_layer(case)
+    kernels = {launch.kernel for launch in found["launches"]}
+    assert ("bdmv_kernel" if case.tokens <= cases.FEW else "bdmm_kernel") in kernels
+    assert "bdmm_wgrad_kernel" in kernels
+
+
+def test_the_census_writes_its_results(tmp_path):
+    """The command behind `make test-cdna`, on one kernel of one architecture."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "cdna.census",
+            str(tmp_path),
+            "--jobs",
+            "1",
+            "--only",
+            "fused-0-float32-gfx942",
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "cdna.json").read_text())
+    assert found["runs"] == found["right"] == len(cases.ADDRESSING)
+    assert all(0 < row["seen"] <= row["put_in"] for row in found["faults"])
+    rows = (tmp_path / "cdna.csv").read_text().splitlines()
+    assert len(rows) == 1 + found["runs"]
