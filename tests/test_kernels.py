@@ -279,3 +279,29 @@ def test_current_stream_and_graph_capture_without_warm_up():
     x.copy_(torch.randn_like(x))
     graph.replay()
     assert torch.equal(y, monarch_linear(x, w1, w2, bias, backend="triton"))
+
+
+@pytest.mark.gpu
+@by_layout
+def test_remembered_launches_serve_new_tensors_and_only_their_own_kind(layout):
+    """Calls for few tokens are repeated from memory: other tokens, strides, biases, streams, alignment."""
+    shape = make_shape((256, 256, 4, None), layout)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def draw(*size):
+        return torch.randn(*size, device=DEVICE, generator=generator).half()
+
+    for _ in range(3):
+        w1, w2, bias = draw(*shape.factor1), draw(*shape.factor2), draw(256)
+        wide = draw(16, 512)
+        inputs = [draw(tokens, 256) for tokens in (1, 2, 3, 16)]
+        inputs += [wide[:, :256], wide[:, 1:257], wide[:, ::2], draw(256, 5).t()]
+        for x in inputs:
+            for each in (bias, None):
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    got = monarch_linear(x, w1, w2, each, layout=layout, backend="triton")
+                    torch.cuda.current_stream().synchronize()
+                plain = monarch_linear(x, w1, w2, each, layout=layout, backend="torch")
+                operands = [None if t is None else t.double() for t in (x, w1, w2, each)]
+                exact = monarch_linear(*operands, layout=layout, backend="torch")
+                assert_within_budget("y", got, plain, exact, depth=64)

@@ -10,7 +10,7 @@ from support import DEVICE, by_layout, make_operands, make_shape
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from monarch_rocm import MonarchLinear, monarch_linear, ops
+from monarch_rocm import MonarchConfig, MonarchLinear, MonarchShape, monarch_linear, monarchize, ops
 from monarch_rocm.dispatch import kernels, why_not_triton
 
 SHAPE = (7, 5, (2, 3), None)
@@ -328,6 +328,29 @@ def test_frozen_layer_saves_neither_input_nor_hidden_features():
     module.requires_grad_(False)
     assert sorted(saved(module, x)) == sorted([module.shape.factor1, module.shape.factor2])
     assert saved(module, x.detach()) == []
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "reference"])
+def test_recompute_keeps_no_hidden_features_and_changes_no_gradient(backend):
+    def gradients(recompute):
+        saved = []
+        x, *factors = (t.clone().requires_grad_() for t in operands)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+            y = monarch_linear(x, *factors, backend=backend, recompute=recompute)
+        return torch.autograd.grad(y.square().sum(), (x, *factors), create_graph=True), saved
+
+    shape = MonarchShape(12, 18, 3)
+    operands = [torch.randn(size, device=DEVICE) for size in ((5, 12), shape.factor1, shape.factor2)]
+    kept, saved = gradients(False)
+    computed, less = gradients(True)
+    assert all(torch.equal(a, b) for a, b in zip(kept, computed, strict=True))
+    hidden = (5, shape.K * shape.Q)
+    assert hidden in saved
+    assert sorted(less) == sorted(size for size in saved if size != hidden)
+    assert MonarchLinear(12, 18, nblocks=3, recompute=True).recompute
+    assert MonarchLinear.from_linear(torch.nn.Linear(12, 18), nblocks=3, recompute=True).recompute
+    model, _ = monarchize(torch.nn.Linear(12, 18), MonarchConfig(nblocks=3, recompute=True))
+    assert model.recompute
 
 
 def test_change_of_the_input_after_the_forward_raises():
