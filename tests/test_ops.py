@@ -339,8 +339,8 @@ def test_recompute_keeps_no_hidden_features_and_changes_no_gradient(backend):
             y = monarch_linear(x, *factors, backend=backend, recompute=recompute)
         return torch.autograd.grad(y.square().sum(), (x, *factors), create_graph=True), saved
 
-    shape = MonarchShape(12, 18, 3)
-    operands = [torch.randn(size, device=DEVICE) for size in ((5, 12), shape.factor1, shape.factor2)]
+    shape = MonarchShape(18, 12, 3)
+    operands = [torch.randn(size, device=DEVICE) for size in ((5, 18), shape.factor1, shape.factor2)]
     kept, saved = gradients(False)
     computed, less = gradients(True)
     assert all(torch.equal(a, b) for a, b in zip(kept, computed, strict=True))
