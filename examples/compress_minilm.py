@@ -1,8 +1,9 @@
 """Compress a pretrained sentence encoder and score it on human similarity judgements.
 
-MiniLM (22.7M parameters) is loaded from a package, its linear layers are projected onto Monarch
-matrices, and both models are scored on Lee-50 (pairs of news documents, Pearson) and WordSim-353
-(pairs of words, Spearman). Nothing is trained: this is what bare projection costs.
+MiniLM (22.7M parameters) is loaded from a package and its linear layers are replaced by Monarch
+layers twice: by those nearest in their weights, and by those nearest in their outputs on other texts
+(calibration). All models are scored on Lee-50 (pairs of news documents, Pearson) and WordSim-353
+(pairs of words, Spearman). Nothing is trained.
 
     python examples/compress_minilm.py [--nblocks 4] [--rank 24] [--plot compress_minilm.png]
 """
@@ -49,6 +50,22 @@ def wordsim():
     return words, pairs, np.array([float(row[2]) for row in rows])
 
 
+def calibration(tokenizer):
+    """Batches of texts that no score is computed on: other news documents, and words that are not of
+    WordSim-353.
+    """
+    folder = Path(find_spec("gensim").origin).parent / "test" / "test_data"
+    documents = (folder / "lee_background.cor").read_text("latin-1").splitlines()[:100]
+    scored = {word.lower() for word in wordsim()[0]}
+    lines = (folder / "questions-words.txt").read_text().splitlines()
+    words = {word for line in lines if not line.startswith(":") for word in line.split()}
+    words = sorted(word for word in words if word.lower() not in scored)[::3]
+    for texts in (documents, words):
+        for start in track(range(0, len(texts), 32), "calibration"):
+            batch = texts[start : start + 32]
+            yield tokenizer(batch, padding=True, truncation=True, max_length=128, return_tensors="pt")
+
+
 @torch.no_grad()
 def embed(model, tokenizer, texts, label):
     """Unit-length mean-pooled embeddings, and the seconds that a sentence took."""
@@ -85,15 +102,18 @@ def score(model, tokenizer, label):
     }, similarity
 
 
-def plot(report, human, before, after, path):
-    """Model against human similarity, before and after, and the weight error of every layer."""
+def plot(report, human, similarities, path):
+    """Every model against human similarity, and the errors of every calibrated layer."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
-    left.scatter(human, before, s=6, alpha=0.5, label="dense")
-    left.scatter(human, after, s=6, alpha=0.5, label="Monarch, projected only")
+    for name, similarity in similarities.items():
+        left.scatter(human, similarity, s=6, alpha=0.5, label=name)
     left.set(xlabel="human similarity", ylabel="cosine of the embeddings", title="Lee-50 document pairs")
     left.legend()
-    right.barh([row.name for row in report], [row.weight_error for row in report])
-    right.set(xlabel="relative weight error", title="Projection, layer by layer")
+    names = [row.name for row in report]
+    right.barh(names, [row.weight_error for row in report], label="of the weight")
+    right.barh(names, [row.output_error for row in report], height=0.4, label="of the output")
+    right.set(xlabel="relative error", title="Calibrated, layer by layer")
+    right.legend()
     right.tick_params(axis="y", labelsize=5)
     right.invert_yaxis()
     figure.savefig(path, dpi=150)
@@ -112,18 +132,23 @@ def main():
     dense = AutoModel.from_pretrained(path).eval().to(device)
 
     config = MonarchConfig(nblocks=args.nblocks, rank=args.rank)
-    # Mean pooling does not use the pooler, so it stays out of the comparison.
-    monarch, report = monarchize(copy.deepcopy(dense), config, lambda module, name: "pooler" not in name)
 
+    def convert(batches=None):
+        # Mean pooling does not use the pooler, so it stays out of the comparison.
+        wanted = lambda module, name: "pooler" not in name  # noqa: E731
+        return monarchize(copy.deepcopy(dense), config, wanted, calibration=batches)
+
+    projected, _ = convert()
+    calibrated, report = convert(calibration(tokenizer))
     console = Console()
     console.print(report)
-    rows_before, before = score(dense, tokenizer, "dense")
-    rows_after, after = score(monarch, tokenizer, "Monarch")
-    table = Table("MiniLM-L6", "dense", f"Monarch, {args.nblocks} blocks, projected only")
-    for name, value in rows_before.items():
-        table.add_row(name, value, rows_after[name])
+    models = {"dense": dense, "projected": projected, "calibrated": calibrated}
+    scores = {name: score(model, tokenizer, name) for name, model in models.items()}
+    table = Table(f"MiniLM-L6, {args.nblocks} blocks", *models)
+    for name in scores["dense"][0]:
+        table.add_row(name, *(rows[name] for rows, _ in scores.values()))
     console.print(table)
-    plot(report, lee50()[2], before, after, args.plot)
+    plot(report, lee50()[2], {name: similarity for name, (_, similarity) in scores.items()}, args.plot)
     console.print(f"on {device}, torch {torch.__version__}; plot in {args.plot}")
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from monarch_rocm import init, projection
+from monarch_rocm import fitting, init, projection
+from monarch_rocm.calibration import Moments, moments
 from monarch_rocm.config import MonarchConfig
 from monarch_rocm.integrations.transformers import is_conv1d
 from monarch_rocm.linear import MonarchLinear
@@ -31,7 +33,11 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 
 def monarchize(
-    model: nn.Module, config: MonarchConfig | None = None, filter_fn: FilterFn | None = None
+    model: nn.Module,
+    config: MonarchConfig | None = None,
+    filter_fn: FilterFn | None = None,
+    *,
+    calibration: Iterable[Any] | None = None,
 ) -> tuple[nn.Module, MonarchReport]:
     """Replace the linear layers of a model by Monarch layers, in place.
 
@@ -50,6 +56,10 @@ def monarchize(
         config (MonarchConfig, optional): Default: `MonarchConfig()`.
         filter_fn (callable, optional): `filter_fn(module, name)` is asked for each layer that could
             be replaced; true means replace. Default: all of them.
+        calibration (iterable, optional): batches of inputs such as the model will see, for a forward
+            pass each (`calibration.moments` says of what form). Factors are then the nearest in the
+            layers' outputs on these, not in their weights, and a layer's own bias takes up the change
+            of its mean output. Default: nearest in the weights.
 
     Returns:
         (nn.Module, MonarchReport): the model, the same object unless it is itself a linear layer,
@@ -57,7 +67,8 @@ def monarchize(
 
     Raises:
         TypeError: a `model` that is no module, a `config` that is no `MonarchConfig`.
-        ValueError: a weight that is not finite. Nothing has been replaced then.
+        ValueError: a weight that is not finite; calibration with init "random", without batches, on
+            the meta device or for complex weights. Nothing has been replaced then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -83,17 +94,19 @@ def monarchize(
             except (TypeError, ValueError) as error:
                 raise type(error)(f"layer {name!r}: {error}") from None
 
+    seen = {} if calibration is None else _calibrate(model, chosen, config, calibration)
     replaced: dict[nn.Module, MonarchLinear] = {}
     factors: dict[int, _Factors] = {}
     for linear, name in chosen.items():
         parameter = linear.weight
         if id(parameter) not in factors:
-            factors[id(parameter)] = _make_factors(linear, shapes[linear], config)
+            factors[id(parameter)] = _make_factors(linear, shapes[linear], config, seen.get(id(parameter)))
         made = factors[id(parameter)]
         replaced[linear] = _make_layer(linear, shapes[linear], made, config)
         before, after = _count(linear.parameters()), _count(replaced[linear].parameters())
         kind = type(linear).__name__
-        report.rows.append(Row(name, kind, shapes[linear], before, after, made.error))
+        errors = (made.error, made.output_error)
+        report.rows.append(Row(name, kind, shapes[linear], before, after, *errors))
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replaced:
@@ -108,6 +121,41 @@ class _Factors:
     blkdiag1: nn.Parameter
     blkdiag2: nn.Parameter
     error: float
+    output_error: float = math.nan
+    shift: Tensor | None = None  # of the mean output, for the bias
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Inputs of the layers that share a weight, and whether the one that has it has a bias of its own."""
+
+    moments: Moments
+    shifts: bool
+
+
+def _calibrate(
+    model: nn.Module, chosen: dict[nn.Module, str], config: MonarchConfig, batches: Iterable[Any]
+) -> dict[int, _Seen]:
+    """What is fed to each weight, by the weight's id; without those that no batch came to."""
+    if config.init != "project":
+        raise ValueError(f"calibration is for init='project', but init={config.init!r} was given")
+    for linear, name in chosen.items():
+        weight = _dense_weight(linear)
+        if weight.is_meta or weight.is_complex():
+            what = "is on the meta device" if weight.is_meta else f"has a weight of {weight.dtype}"
+            raise ValueError(f"calibration cannot run: layer {name!r} {what}")
+    users, biases = Counter(), Counter()  # type: ignore[var-annotated]
+    for module in model.modules():
+        biases.update(id(parameter) for parameter in module._parameters.values())
+    for linear in chosen:
+        users[id(linear.weight)] += 1
+    seen: dict[int, _Seen] = {}
+    for linear, found in moments(model, chosen, batches).items():
+        key, bias = id(linear.weight), linear._parameters["bias"]
+        shifts = users[key] == 1 and bias is not None and biases[id(bias)] == 1
+        both = found if key not in seen else seen[key].moments + found
+        seen[key] = _Seen(both, shifts)
+    return seen
 
 
 def _choose(model: nn.Module, filter_fn: FilterFn | None) -> tuple[dict[nn.Module, str], list[Skipped]]:
@@ -182,11 +230,22 @@ def _dense_weight(linear: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def _make_factors(linear: nn.Module, shape: MonarchShape, config: MonarchConfig) -> _Factors:
+def _make_factors(
+    linear: nn.Module, shape: MonarchShape, config: MonarchConfig, seen: _Seen | None
+) -> _Factors:
     dense = _dense_weight(linear)
     parameter: nn.Parameter = linear.weight  # type: ignore[assignment]
-    error = math.nan
-    if config.init == "project" and not dense.is_meta:
+    error, output_error, shift = math.nan, math.nan, None
+    if seen is not None and seen.moments.weight:
+        second = seen.moments.about(seen.moments.mean if seen.shifts else None)
+        blkdiag1, blkdiag2, output_error = fitting.fit_to(dense, second, shape)
+        factors = blkdiag1, blkdiag2
+        error = _relative_error(dense, factors, shape)
+        if seen.shifts:
+            monarch = projection.monarch_weight(*factors, layout=shape.layout)
+            change = dense - monarch[: shape.out_features, : shape.in_features]
+            shift = change.to(second.dtype) @ seen.moments.mean
+    elif config.init == "project" and not dense.is_meta:
         factors = projection.project_to(dense, shape)
         error = _relative_error(dense, factors, shape)
     else:
@@ -195,7 +254,7 @@ def _make_factors(linear: nn.Module, shape: MonarchShape, config: MonarchConfig)
     one, two = (nn.Parameter(factor, parameter.requires_grad) for factor in factors)
     for factor in (one, two):  # marks such as "no weight decay"
         vars(factor).update(vars(parameter))
-    return _Factors(one, two, error)
+    return _Factors(one, two, error, output_error, shift)
 
 
 def _relative_error(dense: Tensor, factors: tuple[Tensor, Tensor], shape: MonarchShape) -> float:
@@ -210,7 +269,11 @@ def _relative_error(dense: Tensor, factors: tuple[Tensor, Tensor], shape: Monarc
 def _make_layer(
     linear: nn.Module, shape: MonarchShape, factors: _Factors, config: MonarchConfig
 ) -> MonarchLinear:
-    parameters = factors.blkdiag1, factors.blkdiag2, linear._parameters["bias"]
+    bias = linear._parameters["bias"]
+    if bias is not None and factors.shift is not None:
+        with torch.no_grad():
+            bias.add_(factors.shift.to(bias.dtype))
+    parameters = factors.blkdiag1, factors.blkdiag2, bias
     layer = MonarchLinear._assemble(shape, *parameters, config.backend, config.recompute)
     # Hooks live in dicts that their handles know, so the dicts move over as they are. What users
     # or libraries hung on the layer moves with them.

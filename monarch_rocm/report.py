@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ class Row:
         params_before, params_after (int): numbers in the layer, bias included.
         weight_error (float): Frobenius norm of the change of the dense weight over that of the
             weight, nan where there was nothing to compare (init "random", meta device).
+        output_error (float): with calibration, root mean squared change of the layer's outputs over
+            the root mean square of the outputs, both about their mean where the layer has a bias of
+            its own; else nan.
     """
 
     name: str
@@ -30,6 +34,7 @@ class Row:
     params_before: int
     params_after: int
     weight_error: float
+    output_error: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,9 @@ class MonarchReport:
         table.add_column("kind", overflow="fold")
         for name in ("in", "out", "blocks", "rank", "params before", "after", "weight error"):
             table.add_column(name, justify="right")
+        calibrated = any(not math.isnan(row.output_error) for row in self.rows)
+        if calibrated:
+            table.add_column("output error", justify="right")
         for row in self.rows:
             shape = row.shape
             table.add_row(
@@ -79,6 +87,7 @@ class MonarchReport:
                 f"{row.params_before:,}",
                 f"{row.params_after:,}",
                 f"{row.weight_error:.4f}",
+                *([f"{row.output_error:.4f}"] if calibrated else []),
             )
         table.add_section()
         table.add_row("model", *[""] * 5, f"{self.params_before:,}", f"{self.params_after:,}", "")

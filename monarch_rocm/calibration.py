@@ -1,0 +1,135 @@
+"""What a model feeds its linear layers: mean and second moment of every layer's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Moments:
+    """Weighted mean and second moment of a layer's inputs, summed up batch by batch.
+
+    Attributes:
+        weight (float): how much was seen; 0 where nothing was.
+        first (Tensor): `(in_features,)`, weighted sum of the inputs, in float64.
+        second (Tensor): `(in_features, in_features)`, weighted sum of their outer products.
+    """
+
+    def __init__(self, features: int, device: torch.device) -> None:
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.weight = 0.0
+        self.first = torch.zeros(features, dtype=dtype, device=device)
+        self.second = torch.zeros(features, features, dtype=dtype, device=device)
+
+    def add(self, x: Tensor, weight: Tensor) -> None:
+        """Count rows `x (rows, features)`, each as often as `weight (rows,)` says."""
+        x, weight = x.to(self.first.dtype), weight.to(self.first.dtype)
+        self.weight += float(weight.sum())
+        self.first += weight @ x
+        self.second += (x * weight[:, None]).T @ x
+
+    def __add__(self, other: Moments) -> Moments:
+        both = Moments(len(self.first), self.first.device)
+        both.weight = self.weight + other.weight
+        both.first, both.second = self.first + other.first, self.second + other.second
+        return both
+
+    @property
+    def mean(self) -> Tensor:
+        """`(in_features,)`."""
+        return self.first / self.weight
+
+    def about(self, origin: Tensor | None) -> Tensor:
+        """Second moment `(in_features, in_features)` about a point, about zero for None."""
+        second = self.second / self.weight
+        if origin is None:
+            return second
+        cross = torch.outer(self.mean, origin)
+        return second - cross - cross.T + torch.outer(origin, origin)
+
+
+@torch.no_grad()
+def moments(
+    model: nn.Module, layers: Collection[nn.Module], batches: Iterable[Any]
+) -> dict[nn.Module, Moments]:
+    """Run `batches` through the model, in evaluation mode and without gradients, and watch its layers.
+
+    Each sequence counts the same, however long it is: a position weighs one over the sequence's
+    length, and padding, where a batch has an `attention_mask`, nothing. So single words among
+    documents are not lost.
+
+    Args:
+        model (nn.Module): left as it is.
+        layers (collection of nn.Module): modules of it whose only input is `(..., in_features)`.
+        batches (iterable): each a mapping, called as `model(**batch)`, a tuple or list,
+            `model(*batch)`, or a tensor, `model(batch)`. Tensors are moved to the model's device.
+
+    Returns:
+        dict of nn.Module to Moments: of the layers that were called.
+
+    Raises:
+        ValueError: no batches, or an input with values that are not finite.
+    """
+    found: dict[nn.Module, Moments] = {}
+    mask: Tensor | None = None
+
+    def watch(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0]
+        if layer not in found:
+            found[layer] = Moments(x.shape[-1], x.device)
+        if not x.isfinite().all():
+            raise ValueError(f"a layer of {x.shape[-1]} inputs was fed values that are not finite")
+        found[layer].add(x.reshape(-1, x.shape[-1]), _weights(x, mask).reshape(-1))
+
+    handles = [layer.register_forward_pre_hook(watch) for layer in layers]
+    training = {module: module.training for module in model.modules()}
+    empty = True
+    try:
+        model.eval()
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        for batch in batches:
+            empty = False
+            batch = _moved(batch, device)
+            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+            _call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in training.items():
+            module.training = mode
+    if empty:
+        raise ValueError("calibration has no batches")
+    return found
+
+
+def _weights(x: Tensor, mask: Tensor | None) -> Tensor:
+    """How much each row of `x (..., features)` counts: in `x (batch, positions, features)` one over
+    the positions that the mask keeps.
+    """
+    if mask is not None and mask.shape == x.shape[:-1]:
+        kept = mask.to(torch.float64) if x.device.type != "mps" else mask.float()
+    else:
+        kept = torch.ones(x.shape[:-1], device=x.device)
+    return kept / kept.sum(-1, keepdim=True).clamp_min(1) if kept.ndim > 1 else kept
+
+
+def _call(model: Callable[..., Any], batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        model(*batch)
+    else:
+        model(batch)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(_moved(value, device) for value in batch)
+    return batch

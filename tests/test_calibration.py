@@ -1,0 +1,151 @@
+"""What layers are fed is gathered right, and conversion uses it without leaving marks on the model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from monarch_rocm import MonarchConfig, MonarchLinear, monarchize
+from monarch_rocm.calibration import Moments, moments
+
+
+class Model(nn.Module):
+    """Tokens of several sequences through two layers, as an encoder has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+        self.idle = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.down(torch.relu(self.up(self.dropout(self.embed(input_ids)))))
+
+
+def batches(masked=True):
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(4):
+        ids = torch.randint(50, (3, 7), generator=generator)
+        mask = (torch.arange(7) < torch.tensor([[7], [4], [1]])).long()
+        found.append({"input_ids": ids, "attention_mask": mask} if masked else (ids,))
+    return found
+
+
+def test_moments_are_those_of_the_kept_rows_with_each_sequence_counted_once():
+    model = Model()
+    found = moments(model, [model.up, model.idle], batches())
+    assert set(found) == {model.up}
+    rows, weights = [], []
+    for batch in batches():
+        for sequence, mask in zip(*batch.values(), strict=True):
+            kept = model.embed(sequence[mask.bool()]).detach().double()
+            rows.append(kept)
+            weights.append(torch.full((len(kept),), 1 / len(kept), dtype=torch.float64))
+    x, w = torch.cat(rows), torch.cat(weights)
+    seen = found[model.up]
+    assert seen.weight == pytest.approx(12)
+    mean = (w @ x) / 12
+    torch.testing.assert_close(seen.mean, mean)
+    torch.testing.assert_close(seen.about(None), (x * w[:, None]).T @ x / 12)
+    torch.testing.assert_close(seen.about(mean), ((x - mean) * w[:, None]).T @ (x - mean) / 12)
+
+
+def test_moments_of_parts_add_up():
+    x = torch.randn(9, 4)
+    whole, one, two = (Moments(4, x.device) for _ in range(3))
+    whole.add(x, torch.ones(9))
+    one.add(x[:5], torch.ones(5))
+    two.add(x[5:], torch.ones(4))
+    torch.testing.assert_close((one + two).about(whole.mean), whole.about(whole.mean))
+
+
+@pytest.mark.parametrize("batch", [torch.randn(5, 8), (torch.randn(5, 8),), torch.randn(2, 5, 8)], ids=str)
+def test_batches_of_any_form(batch):
+    model = nn.Sequential(nn.Linear(8, 4))
+    assert moments(model, [model[0]], [batch])[model[0]].weight > 0
+
+
+def test_the_model_is_left_as_it_was():
+    model = Model().train()
+    model.up.eval()
+    before = copy.deepcopy(model.state_dict())
+    moments(model, [model.up], batches(masked=False))
+    assert model.training
+    assert not model.up.training
+    assert model.dropout.training
+    assert not model.up._forward_pre_hooks
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_nothing_to_see_or_broken_inputs_raise_and_unhook():
+    model = Model()
+    with pytest.raises(ValueError, match="no batches"):
+        moments(model, [model.up], [])
+    model.embed.weight.data[:] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        moments(model, [model.up], batches())
+    assert not model.up._forward_pre_hooks
+
+
+def outputs(model):
+    with torch.no_grad():
+        return torch.cat([model.eval()(**batch)[batch["attention_mask"].bool()] for batch in batches()])
+
+
+def test_a_calibrated_model_answers_nearer_to_the_dense_one():
+    torch.manual_seed(0)
+    dense = Model()
+    dense.embed.weight.data[:, :4] *= 10
+    dense.up.bias.data += 1
+    config = MonarchConfig(nblocks=4, rank=1)
+    plain, _ = monarchize(copy.deepcopy(dense), config)
+    fitted, report = monarchize(copy.deepcopy(dense), config, calibration=batches())
+    change = [float((outputs(model) - outputs(dense)).norm()) for model in (plain, fitted)]
+    assert change[1] < 0.8 * change[0]
+    rows = {row.name: row for row in report}
+    assert 0 < rows["up"].output_error < rows["up"].weight_error
+    # A layer that no batch came to is projected as without calibration.
+    assert torch.isnan(torch.tensor(rows["idle"].output_error))
+    assert torch.equal(fitted.idle.weight, plain.idle.weight)
+    assert "output error" in str(report)
+
+
+def test_a_bias_of_its_own_takes_up_the_change_of_the_mean_and_no_other_does():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16, bias=False))
+    dense[1].bias = dense[0].bias
+    before = dense[0].bias.clone()
+    x = torch.randn(64, 16) + 3
+    fitted, _ = monarchize(copy.deepcopy(dense), MonarchConfig(rank=1), calibration=[x])
+    assert torch.equal(fitted[0].bias, before)
+    assert fitted[1].bias is fitted[0].bias
+    alone, _ = monarchize(copy.deepcopy(dense[0]), MonarchConfig(rank=1), calibration=[x])
+    assert isinstance(alone, MonarchLinear)
+    torch.testing.assert_close(alone(x).mean(0), dense[0](x).mean(0), atol=1e-4, rtol=1e-4)
+
+
+def test_a_shared_weight_is_fitted_to_the_inputs_of_all_its_layers():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    dense[2].weight = dense[0].weight
+    fitted, report = monarchize(
+        copy.deepcopy(dense), MonarchConfig(rank=1), calibration=[torch.randn(64, 16)]
+    )
+    assert fitted[2].blkdiag1 is fitted[0].blkdiag1
+    assert report.rows[0].output_error == report.rows[1].output_error
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "said"),
+    [
+        (nn.Linear(8, 8), MonarchConfig(init="random"), "init='random'"),
+        (nn.Linear(8, 8, device="meta"), MonarchConfig(), "meta device"),
+        (nn.Linear(8, 8, dtype=torch.complex64), MonarchConfig(), "complex64"),
+    ],
+)
+def test_calibration_that_cannot_run_says_why(model, config, said):
+    with pytest.raises(ValueError, match=said):
+        monarchize(model, config, calibration=[torch.randn(4, 8)])
