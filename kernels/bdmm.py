@@ -178,7 +178,14 @@ def stage_arguments(
         *config.items(),
     )
     tensors = (x, w, y if bias is None else bias, y)
-    return tensors, (x.shape[0],), (*x.stride(), *w.stride(), *y.stride()), constants
+    return tensors, (x.shape[0],), (*strides_of(x), *w.stride(), *y.stride()), constants
+
+
+def strides_of(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of `x (tokens, features)`, of which a single token's is not what the caller's happened to be:
+    launches are remembered by strides.
+    """
+    return x.stride() if x.shape[0] > 1 else (x.shape[1], x.stride(1))
 
 
 @cache

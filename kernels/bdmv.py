@@ -14,8 +14,8 @@ import triton.language as tl
 
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.bdmm import launch_stage, locate, stage_arguments
-from monarch_rocm.kernels.launch import again, cdiv, launch, watched
+from monarch_rocm.kernels.bdmm import launch_stage, locate, stage_arguments, strides_of
+from monarch_rocm.kernels.launch import MOST, again, cdiv, launch, watched
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def bdmv_layer(
         id(config1),
         id(config2),
         x.shape,
-        x.stride(),
+        strides_of(x),
         x.dtype,
         device,
         w1.shape,
@@ -187,6 +187,8 @@ def bdmv_layer(
     # New tensors are aligned, so that what was compiled serves the next ones too.
     if ready1 is not None and ready2 is not None and key[-1] == 0 and not torch.version.hip:
         rest1, rest2 = ((*scalars, *strides) for _, scalars, strides, _ in (arguments1, arguments2))
+        if len(_layers) >= MOST:
+            _layers.clear()
         known = (blocks * n_hidden, programs1, ready1, rest1, programs2, ready2, rest2)
         _layers[key] = (*known, given)  # while it holds the configs, no others have their ids
     return y, h

@@ -51,6 +51,8 @@ def chained_kernel(
     o_b = tl.arange(0, BT)
     o_o = tl.arange(0, BO)
     o_i = tl.arange(0, BI)
+    if WIDE:
+        o_o, o_i = o_o.to(tl.int64), o_i.to(tl.int64)
     # Hidden features lie in the buffer with the tile's tokens contiguous.
     p_h = h + tl.program_id(0).to(tl.int64) * (K * Q * BT) + o_b
 
@@ -62,6 +64,8 @@ def chained_kernel(
 
         for j in tl.range(0, K * TILES_Q, flatten=True):
             i_k = j // TILES_Q
+            if WIDE:
+                i_k = i_k.to(tl.int64)
             o_q = j % TILES_Q * BO + o_o
             b_h = tl.zeros((BT, BO), dtype=tl.float32)
             for i in range(0, P, BI):
@@ -79,6 +83,8 @@ def chained_kernel(
 
         for j in tl.range(0, L * TILES_S, flatten=True):
             i_l = j // TILES_S
+            if WIDE:
+                i_l = i_l.to(tl.int64)
             o_s = j % TILES_S * BO + o_o
             o_y = i_l * S + o_s
             b_y = tl.zeros((BT, BO), dtype=tl.float32)

@@ -14,8 +14,9 @@ from triton import knobs
 from triton.runtime import driver
 
 MOST = 2**14  # keys that are remembered: strides of hidden features change with the tokens
-# A compiled kernel: its `run`, what that wants next, and the constants in the kernel's order.
-Ready = tuple[Any, Any, Any, tuple[Any, ...]]
+# A compiled kernel's `run`, what that wants next, the constants in the kernel's order, and the kernel
+# itself, which unloads its code when it is forgotten.
+Ready = tuple[Any, Any, Any, tuple[Any, ...], Any]
 _compiled: dict[tuple[Any, ...], Ready] = {}
 
 
@@ -74,13 +75,13 @@ def launch(
         _compiled.clear()
     first = len(tensors) + len(scalars) + len(strides)
     values = tuple(constants[name] for name in kernel.arg_names[first:])
-    _compiled[key] = ready = (compiled.run, compiled.function, compiled.packed_metadata, values)
+    _compiled[key] = ready = (compiled.run, compiled.function, compiled.packed_metadata, values, compiled)
     return ready
 
 
 def again(ready: Ready, programs: int, device: int, arguments: tuple[Any, ...]) -> None:
     """Launch what was compiled, on the current device, which must be `device`."""
-    run, function, metadata, values = ready
+    run, function, metadata, values, _ = ready
     stream = driver.active.get_current_stream(device)
     run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
 

@@ -29,6 +29,7 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "fused": (("BT",), (), 16),
     "interleave": (("BT", "BR", "BC"), (), 1),
 }
+FEW = 16  # tokens up to which a stage may run on the kernel made for generation, all of them at once
 AMD_OPTIONS = {"waves_per_eu", "matrix_instr_nonkdim", "kpack"}
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -110,7 +111,13 @@ def check_row(row: object, kernel: str) -> None:
             'a row must be {"max": {limit: number}, "config": {parameter: number}, "wins": bool}, or have '
             f'{{"at": {{"out": number, "in": number, "tokens": number}}}} for "max", unlike {row}'
         )
-    check_config(row["config"], kernel)  # type: ignore[index]
+    config, served = row["config"], row.get("at", row.get("max"))  # type: ignore[index,attr-defined]
+    check_config(config, kernel)
+    tokens = min(served.get("tokens", FEW), FEW)
+    if kernel == "bdmv" and config["BT"] < tokens:
+        raise ValueError(
+            f"a row of bdmv for up to {tokens} tokens must have a BT of as many, unlike {config}"
+        )
 
 
 def _is_row(row: object) -> bool:

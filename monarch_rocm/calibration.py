@@ -26,6 +26,10 @@ class Moments:
 
     def add(self, x: Tensor, weight: Tensor) -> None:
         """Count rows `x (rows, features)`, each as often as `weight (rows,)` says."""
+        kept = weight > 0  # padding may hold anything
+        x, weight = x[kept], weight[kept]
+        if not x.isfinite().all():
+            raise ValueError(f"a layer of {x.shape[-1]} inputs was fed values that are not finite")
         x, weight = x.to(self.first.dtype), weight.to(self.first.dtype)
         self.weight += float(weight.sum())
         self.first += weight @ x
@@ -48,7 +52,10 @@ class Moments:
         if origin is None:
             return second
         cross = torch.outer(self.mean, origin)
-        return second - cross - cross.T + torch.outer(origin, origin)
+        about = second - cross - cross.T + torch.outer(origin, origin)
+        # What cancels leaves rounding, of either sign, which must not be taken for inputs that vary.
+        rounding = 1e-10 * second.diagonal().mean()
+        return about + rounding * torch.eye(len(about), dtype=about.dtype, device=about.device)
 
 
 @torch.no_grad()
@@ -58,8 +65,10 @@ def moments(
     """Run `batches` through the model, in evaluation mode and without gradients, and watch its layers.
 
     Each sequence counts the same, however long it is: a position weighs one over the sequence's
-    length, and padding, where a batch has an `attention_mask`, nothing. So single words among
-    documents are not lost.
+    length, and padding, where a batch has an `attention_mask` of `(batch, positions)`, nothing. So
+    single words among documents are not lost. Layers whose inputs have another form than that mask
+    count each row alike, padding too. Every layer's moments are held in float64 at once, 8 bytes
+    times the square of its width.
 
     Args:
         model (nn.Module): left as it is.
@@ -76,25 +85,25 @@ def moments(
     found: dict[nn.Module, Moments] = {}
     mask: Tensor | None = None
 
-    def watch(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0]
+    def watch(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        (x,) = (*args, *named.values())
         if layer not in found:
             found[layer] = Moments(x.shape[-1], x.device)
-        if not x.isfinite().all():
-            raise ValueError(f"a layer of {x.shape[-1]} inputs was fed values that are not finite")
-        found[layer].add(x.reshape(-1, x.shape[-1]), _weights(x, mask).reshape(-1))
+        found[layer].add(x.reshape(-1, x.shape[-1]), _weights(x, mask))
 
-    handles = [layer.register_forward_pre_hook(watch) for layer in layers]
+    handles = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in layers]
     training = {module: module.training for module in model.modules()}
     empty = True
     try:
-        model.eval()
+        for module in training:
+            module.training = False  # not eval(), which some adapters take as a call to merge
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        for batch in batches:
-            empty = False
-            batch = _moved(batch, device)
-            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-            _call(model, batch)
+        with torch.compiler.set_stance("force_eager"):  # compiled code would not call the hooks
+            for batch in batches:
+                empty = False
+                batch = _moved(batch, device)
+                mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+                _call(model, batch)
     finally:
         for handle in handles:
             handle.remove()
@@ -106,14 +115,20 @@ def moments(
 
 
 def _weights(x: Tensor, mask: Tensor | None) -> Tensor:
-    """How much each row of `x (..., features)` counts: in `x (batch, positions, features)` one over
-    the positions that the mask keeps.
+    """How much each row of `x (..., features)` counts, `(rows,)`.
+
+    Positions of a sequence share one: those that the mask keeps, where it has a place for each row,
+    as `(batch, positions)` or flattened; else those of `x (batch, positions, features)`. Rows of any
+    other form count one each.
     """
-    if mask is not None and mask.shape == x.shape[:-1]:
-        kept = mask.to(torch.float64) if x.device.type != "mps" else mask.float()
+    rows = x.shape[:-1]
+    if mask is not None and mask.ndim == 2 and (rows == mask.shape or rows == (mask.numel(),)):
+        kept = mask.to(x.device, torch.float32)
+    elif len(rows) == 2:
+        kept = torch.ones(rows, device=x.device)
     else:
-        kept = torch.ones(x.shape[:-1], device=x.device)
-    return kept / kept.sum(-1, keepdim=True).clamp_min(1) if kept.ndim > 1 else kept
+        return torch.ones(rows.numel(), device=x.device)
+    return (kept / kept.sum(1, keepdim=True).clamp_min(1)).reshape(-1)
 
 
 def _call(model: Callable[..., Any], batch: Any) -> None:

@@ -97,11 +97,12 @@ def monarchize(
     seen = {} if calibration is None else _calibrate(model, chosen, config, calibration)
     replaced: dict[nn.Module, MonarchLinear] = {}
     factors: dict[int, _Factors] = {}
-    for linear, name in chosen.items():
+    for linear in chosen:
         parameter = linear.weight
         if id(parameter) not in factors:
             factors[id(parameter)] = _make_factors(linear, shapes[linear], config, seen.get(id(parameter)))
-        made = factors[id(parameter)]
+    for linear, name in chosen.items():  # only now, when nothing can fail, is anything touched
+        made = factors[id(linear.weight)]
         replaced[linear] = _make_layer(linear, shapes[linear], made, config)
         before, after = _count(linear.parameters()), _count(replaced[linear].parameters())
         kind = type(linear).__name__
@@ -242,9 +243,10 @@ def _make_factors(
         factors = blkdiag1, blkdiag2
         error = _relative_error(dense, factors, shape)
         if seen.shifts:
-            monarch = projection.monarch_weight(*factors, layout=shape.layout)
-            change = dense - monarch[: shape.out_features, : shape.in_features]
-            shift = change.to(second.dtype) @ seen.moments.mean
+            one, two = (factor.to(second.dtype) for factor in factors)
+            monarch = projection.monarch_weight(one, two, layout=shape.layout)
+            change = dense.to(second.dtype) - monarch[: shape.out_features, : shape.in_features]
+            shift = change @ seen.moments.mean
     elif config.init == "project" and not dense.is_meta:
         factors = projection.project_to(dense, shape)
         error = _relative_error(dense, factors, shape)
@@ -271,8 +273,8 @@ def _make_layer(
 ) -> MonarchLinear:
     bias = linear._parameters["bias"]
     if bias is not None and factors.shift is not None:
-        with torch.no_grad():
-            bias.add_(factors.shift.to(bias.dtype))
+        # Into new memory: a state dict that was taken before keeps what it had.
+        bias.data = (bias.data.to(factors.shift.dtype) + factors.shift).to(bias.dtype)
     parameters = factors.blkdiag1, factors.blkdiag2, bias
     layer = MonarchLinear._assemble(shape, *parameters, config.backend, config.recompute)
     # Hooks live in dicts that their handles know, so the dicts move over as they are. What users

@@ -397,7 +397,9 @@ def monarch_linear(
     out_features, layout = shape.out_features, shape.layout
     operands = (x, blkdiag1, blkdiag2) if bias is None else (x, blkdiag1, blkdiag2, bias)
     if not _eager() or not _all_plain(operands):
-        y, _ = Linear.apply(x, blkdiag1, blkdiag2, bias, out_features, layout, not recompute, backend)
+        gradients = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        keep = gradients and not recompute
+        y, _ = Linear.apply(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
     elif torch.is_grad_enabled() and any([operand.requires_grad for operand in operands]):  # noqa: C419
         keep = blkdiag2.requires_grad and not recompute
         arguments = (x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)

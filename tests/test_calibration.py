@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from monarch_rocm import MonarchConfig, MonarchLinear, monarchize
+from monarch_rocm import MonarchConfig, MonarchLinear, fitting, monarchize
 from monarch_rocm.calibration import Moments, moments
 
 
@@ -62,7 +62,7 @@ def test_moments_of_parts_add_up():
     torch.testing.assert_close((one + two).about(whole.mean), whole.about(whole.mean))
 
 
-@pytest.mark.parametrize("batch", [torch.randn(5, 8), (torch.randn(5, 8),), torch.randn(2, 5, 8)], ids=str)
+@pytest.mark.parametrize("batch", [torch.ones(5, 8), (torch.ones(5, 8),), torch.ones(2, 5, 8)])
 def test_batches_of_any_form(batch):
     model = nn.Sequential(nn.Linear(8, 4))
     assert moments(model, [model[0]], [batch])[model[0]].weight > 0
@@ -78,6 +78,37 @@ def test_the_model_is_left_as_it_was():
     assert model.dropout.training
     assert not model.up._forward_pre_hooks
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Flattening(Model):
+    """As experts do: rows without their sequences; padding that holds nothing finite; named inputs."""
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        x = torch.where(attention_mask[..., None].bool(), x, torch.nan)
+        return self.up(input=x.flatten(0, 1))
+
+
+def test_flattened_rows_named_inputs_and_padding_of_any_value():
+    model = Flattening()
+    seen = moments(model, [model.up], batches())[model.up]
+    assert seen.weight == pytest.approx(12)
+    assert seen.mean.isfinite().all()
+    expected = torch.stack(
+        [
+            model.embed(ids[mask.bool()]).double().mean(0)
+            for batch in batches()
+            for ids, mask in zip(*batch.values(), strict=True)
+        ]
+    ).mean(0)
+    torch.testing.assert_close(seen.mean, expected)
+
+
+def test_compiled_parts_that_have_run_are_watched_too():
+    block = nn.Sequential(nn.Linear(8, 8))
+    model = nn.Sequential(torch.compile(block, backend="eager"), nn.Linear(8, 4))
+    model(torch.randn(3, 8))
+    assert set(moments(model, [block[0], model[1]], [torch.randn(3, 8)])) == {block[0], model[1]}
 
 
 def test_nothing_to_see_or_broken_inputs_raise_and_unhook():
@@ -125,6 +156,41 @@ def test_a_bias_of_its_own_takes_up_the_change_of_the_mean_and_no_other_does():
     alone, _ = monarchize(copy.deepcopy(dense[0]), MonarchConfig(rank=1), calibration=[x])
     assert isinstance(alone, MonarchLinear)
     torch.testing.assert_close(alone(x).mean(0), dense[0](x).mean(0), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_inputs_that_never_vary_are_fitted_like_any(repeats):
+    """About their mean nothing is left but rounding, and the bias takes up all of the change."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        dense, row = nn.Linear(16, 16), torch.randn(16)
+        same = [row.expand(2, 7, 16), row.expand(3, 5, 16)][:repeats]
+        fitted, report = monarchize(copy.deepcopy(dense), MonarchConfig(rank=1), calibration=same)
+        assert report.rows[0].weight_error < 1.01
+        torch.testing.assert_close(fitted(row), dense(row), atol=1e-4, rtol=1e-4)
+
+
+def test_a_fit_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    before = copy.deepcopy(dense.state_dict())
+    taken = dense.state_dict()
+    real, calls = fitting.fit_to, []
+
+    def fails_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return real(*args)
+
+    monkeypatch.setattr(fitting, "fit_to", fails_second)
+    with pytest.raises(torch.OutOfMemoryError):
+        monarchize(dense, MonarchConfig(rank=1), calibration=[torch.randn(64, 16) + 3])
+    assert type(dense[0]) is nn.Linear
+    assert all(torch.equal(value, before[name]) for name, value in dense.state_dict().items())
+    monkeypatch.undo()
+    monarchize(dense, MonarchConfig(rank=1), calibration=[torch.randn(64, 16) + 3])
+    assert torch.equal(taken["0.bias"], before["0.bias"])
 
 
 def test_a_shared_weight_is_fitted_to_the_inputs_of_all_its_layers():

@@ -201,8 +201,10 @@ def test_offsets_widen_only_past_31_bits():
 
 
 @pytest.mark.parametrize("along", ["tokens", "features"])
-def test_strides_past_31_bits(along, path):
+@pytest.mark.parametrize("path", [*PATHS, "chained"])
+def test_strides_past_31_bits(along, path, monkeypatch):
     """A view whose numbers lie further apart than 32-bit offsets reach; untouched pages cost nothing."""
+    force(path, monkeypatch)
     if DEVICE == "cuda" and torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of free GPU memory")
     shape = make_shape((16, 16, 1, 16))
@@ -212,6 +214,7 @@ def test_strides_past_31_bits(along, path):
     spread = far.as_strided((16, 16), size).copy_(x)
     got = monarch_linear(spread, w1, w2, bias, backend="triton")
     assert torch.equal(got, monarch_linear(x, w1, w2, bias, backend="triton"))
+    tuning.refresh()
 
 
 class Recorder:

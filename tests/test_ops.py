@@ -353,6 +353,18 @@ def test_recompute_keeps_no_hidden_features_and_changes_no_gradient(backend):
     assert model.recompute
 
 
+def test_compiled_inference_keeps_no_hidden_features(monkeypatch):
+    asked = []
+    real = ops._dispatch.linear
+    monkeypatch.setattr(ops._dispatch, "linear", lambda *args: asked.append(args[6]) or real(*args))
+    module, x = MonarchLinear(12, 18, nblocks=3), torch.randn(5, 12)
+    compiled = torch.compile(module, backend="aot_eager")
+    with torch.no_grad():
+        compiled(x)
+    compiled(x).sum().backward()
+    assert asked == [False, True]
+
+
 def test_change_of_the_input_after_the_forward_raises():
     module = layer()
     for make in (lambda: torch.randn(3, 7), lambda: torch.randn(2, 3, 7), lambda: torch.randn(7)):

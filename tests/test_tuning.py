@@ -178,3 +178,11 @@ def test_broken_or_foreign_table_is_ignored_with_one_warning(tmp_path, monkeypat
         tuning.refresh()
         assert tuning.lookup("bdmm", CPU, torch.float32, 8, 8, 8)
     assert ["is ignored" in str(warning.message) for warning in caught] == [True]
+
+
+def test_a_row_of_bdmv_must_take_all_its_tokens_at_once():
+    config = {"BT": 4, "BO": 16, "BI": 16, "num_warps": 1, "num_stages": 1}
+    tuning.check_row({"max": {"tokens": 4}, "config": config, "wins": True}, "bdmv")
+    for limits in ({"tokens": 8}, {}):
+        with pytest.raises(ValueError, match="BT of as many"):
+            tuning.check_row({"max": limits, "config": config, "wins": True}, "bdmv")
