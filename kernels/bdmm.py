@@ -13,6 +13,7 @@ import triton.language as tl
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.launch import Constants, cdiv, launch
+from monarch_rocm.kernels.order import tile_of_program
 
 
 @triton.jit
@@ -59,16 +60,22 @@ def bdmm_kernel(
     GROUP_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
+    XCDS: tl.constexpr,
     BT: tl.constexpr,
     BO: tl.constexpr,
     BI: tl.constexpr,
 ):
     # Programs that share rows of x are neighbours, so that those rows are read from cache.
     TILES: tl.constexpr = (N_OUT + BO - 1) // BO
-    pid = tl.program_id(0)
-    i_o = pid % TILES
-    i_b = pid // TILES % BLOCKS
-    i_t = pid // (TILES * BLOCKS)
+    if XCDS > 1 and TILES > 1:
+        i_t, i_n = tile_of_program(TILES * BLOCKS, XCDS)
+        i_o = i_n % TILES
+        i_b = i_n // TILES
+    else:
+        pid = tl.program_id(0)
+        i_o = pid % TILES
+        i_b = pid // TILES % BLOCKS
+        i_t = pid // (TILES * BLOCKS)
 
     o_t = i_t * BT + tl.arange(0, BT)
     m_t = o_t < tokens
@@ -175,6 +182,7 @@ def stage_arguments(
         group_out,
         bias is not None,
         tuning.is_wide(x, w, y),
+        tuning.chiplets(x.device),
         *config.items(),
     )
     tensors = (x, w, y if bias is None else bias, y)
@@ -199,6 +207,7 @@ def stage_constants(
     group_out: int,
     has_bias: bool,
     wide: bool,
+    chiplets: int,
     *config: tuple[str, int],
 ) -> Constants:
     """What a stage's kernel is compiled for."""
@@ -212,5 +221,6 @@ def stage_constants(
         GROUP_OUT=group_out,
         HAS_BIAS=has_bias,
         WIDE=wide,
+        XCDS=chiplets,
         **dict(config),
     )

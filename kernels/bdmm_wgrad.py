@@ -13,6 +13,7 @@ import triton.language as tl
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.bdmm import locate
 from monarch_rocm.kernels.launch import Constants, cdiv, launch
+from monarch_rocm.kernels.order import place_of_program
 
 
 @triton.jit
@@ -34,13 +35,15 @@ def bdmm_wgrad_kernel(
     GROUP_OUT: tl.constexpr,
     GROUP_IN: tl.constexpr,
     WIDE: tl.constexpr,
+    XCDS: tl.constexpr,
     BO: tl.constexpr,
     BI: tl.constexpr,
     BT: tl.constexpr,
 ):
     TILES_O: tl.constexpr = (N_OUT + BO - 1) // BO
     TILES_I: tl.constexpr = (N_IN + BI - 1) // BI
-    pid = tl.program_id(0)
+    # All tiles of a block read the same tokens.
+    pid = place_of_program(XCDS if TILES_O * TILES_I > 1 else 1)
     i_i = pid % TILES_I
     i_o = pid // TILES_I % TILES_O
     i_b = pid // (TILES_I * TILES_O) % BLOCKS
@@ -116,6 +119,7 @@ def bdmm_wgrad(
         group_out,
         group_in,
         tuning.is_wide(g, a, dw),
+        tuning.chiplets(g.device),
         *config.items(),
     )
     strides = (*g.stride(), *a.stride())
@@ -133,6 +137,7 @@ def wgrad_constants(
     group_out: int,
     group_in: int,
     wide: bool,
+    chiplets: int,
     *config: tuple[str, int],
 ) -> Constants:
     """What the kernel is compiled for."""
@@ -145,5 +150,6 @@ def wgrad_constants(
         GROUP_OUT=group_out,
         GROUP_IN=group_in,
         WIDE=wide,
+        XCDS=chiplets,
         **dict(config),
     )

@@ -16,6 +16,7 @@ from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.bdmm import launch_stage, locate, stage_arguments, strides_of
 from monarch_rocm.kernels.launch import MOST, again, cdiv, launch, watched
+from monarch_rocm.kernels.order import place_of_program
 
 
 @triton.jit
@@ -50,6 +51,7 @@ def bdmv_kernel(
     GROUP_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
+    XCDS: tl.constexpr,
     OVERLAP: tl.constexpr,
     FULL: tl.constexpr,
     BT: tl.constexpr,
@@ -60,8 +62,10 @@ def bdmv_kernel(
     # OVERLAP 0: launches follow each other; 1: wait first; 2: read weights first, which the previous
     # launch does not write, nor any before it, since it waited for those.
     TILES: tl.constexpr = (N_OUT + BO - 1) // BO
-    i_o = tl.program_id(0) % TILES
-    i_b = tl.program_id(0) // TILES
+    # Programs of a block share its inputs, and lines of its outputs.
+    pid = place_of_program(XCDS)
+    i_o = pid % TILES
+    i_b = pid // TILES
     o_t = tl.arange(0, BT)
     m_t = o_t < (BT if FULL else tokens)
     o_o = i_o * BO + tl.arange(0, BO)

@@ -7,11 +7,15 @@ key is launched as it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from triton import knobs
 from triton.runtime import driver
+
+from monarch_rocm.kernels import tuning
 
 MOST = 2**14  # keys that are remembered: strides of hidden features change with the tokens
 # A compiled kernel's `run`, what that wants next, the constants in the kernel's order, and the kernel
@@ -68,7 +72,8 @@ def launch(
     if ready is not None and not watched():
         again(ready, programs, device, (*tensors, *scalars, *strides))
         return ready
-    compiled = kernel[(programs,)](*tensors, *scalars, *strides, **constants)
+    with compiling(tuning.architecture(tensors[0].device), tensors[0].itemsize):
+        compiled = kernel[(programs,)](*tensors, *scalars, *strides, **constants)
     if compiled is None:  # the interpreter compiles nothing
         return None
     if len(_compiled) >= MOST:
@@ -84,6 +89,23 @@ def again(ready: Ready, programs: int, device: int, arguments: tuple[Any, ...]) 
     run, function, metadata, values, _ = ready
     stream = driver.active.get_current_stream(device)
     run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
+
+
+@contextmanager
+def compiling(arch: str, itemsize: int) -> Iterator[None]:
+    """Within, Triton compiles kernels for numbers of that many bytes as `arch` wants it.
+
+    Hidden features and gradients are not contiguous along the summed index. gfx942 transposes them in
+    registers on their way to local memory; gfx90a does so only when told to, and else reads 2-byte
+    numbers from there one by one. For 4-byte numbers that takes more instructions than it saves. What
+    the user has set stays.
+    """
+    if arch != "gfx90a" or itemsize != 2 or knobs.amd.use_in_thread_transpose is not None:
+        yield
+        return
+    with knobs.amd.scope():
+        knobs.amd.use_in_thread_transpose = True
+        yield
 
 
 def watched() -> bool:

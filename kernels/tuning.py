@@ -51,6 +51,26 @@ def architecture(device: torch.device) -> str:
     return f"sm{properties.major}{properties.minor}"
 
 
+# Compute units of a chiplet (XCD) of each architecture whose GPUs have several, and how many chiplets
+# the largest of those GPUs has. The others have one L2 for all programs.
+CHIPLETS = {"gfx942": (38, 8), "gfx950": (32, 8)}
+
+
+def chiplets(device: torch.device) -> int:
+    """How many L2 caches the programs of a launch are dealt out over, for `order.on_chiplet`."""
+    arch = architecture(device)
+    return _chiplets(arch, device) if arch in CHIPLETS else 1
+
+
+@cache
+def _chiplets(arch: str, device: torch.device) -> int:
+    units, most = CHIPLETS[arch]
+    if device.type != "cuda":  # code that is made without the GPU
+        return most
+    # MI300A has fewer, and a partition of a GPU is a device with some of its chiplets.
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // units)
+
+
 @cache
 def table(kernel: str, arch: str) -> tuple[Path, Table]:
     """The shipped file that serves `kernel` on `arch`, and its rows."""

@@ -47,3 +47,36 @@ def test_readme_commands_are_make_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = set(re.findall(r"`?make ([\w-]+)", (ROOT / "README.md").read_text()))
     assert {"demo", "test"} <= named <= targets
+
+
+def test_pages_about_cdna_say_that_nothing_ran_there():
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md")]
+    pages += (ROOT / "docs").glob("*.md")
+    about = [page for page in pages if re.search(r"gfx9|CDNA|MI300", page.read_text())]
+    assert ROOT / "docs" / "amd.md" in about
+    for page in about:
+        said = re.search(r"[Nn]othing (was( ever)? run|was tuned) on (an )?AMD", page.read_text())
+        assert said, f"{page.name} shows facts of CDNA as if they were measured"
+
+
+def test_workflows_are_sound():
+    """YAML that says when and where, actions pinned by their major version, targets that exist."""
+    yaml = pytest.importorskip("yaml")
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = file.read_text()
+        parsed = yaml.safe_load(text)
+        assert True in parsed, "YAML 1.1 reads the key `on` as true"
+        assert all("timeout-minutes" in job and "runs-on" in job for job in parsed["jobs"].values())
+        steps = [step for job in parsed["jobs"].values() for step in job["steps"]]
+        used = [step["uses"] for step in steps if "uses" in step]
+        assert used
+        assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", action) for action in used)
+        assert set(re.findall(r"make ([\w-]+)", text)) <= targets
+
+
+def test_the_issue_form_asks_for_what_the_commands_print():
+    yaml = pytest.importorskip("yaml")
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "amd-results.yml").read_text())
+    asked = {part["id"] for part in form["body"] if "id" in part}
+    assert {"doctor", "suite", "bench", "tune", "plan"} <= asked

@@ -89,6 +89,8 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from monarch_rocm.kernels.launch import compiling
+
     parameters = launch.kernel.params
     runtime: tuple[Any, ...] = (*launch.tensors, *launch.scalars, *launch.strides)
     signature: dict[str, str] = {}
@@ -113,4 +115,5 @@ def compile_launch(launch: Launch, arch: str) -> Any:
         signature[parameter.name] = "constexpr"
     options = {name: constants.pop(name) for name in launch.constants if name not in signature}
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    return compile(source, target=GPUTarget("hip", arch, 64), options=options)
+    with compiling(arch, launch.tensors[0].itemsize):
+        return compile(source, target=GPUTarget("hip", arch, 64), options=options)

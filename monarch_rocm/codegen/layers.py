@@ -102,6 +102,7 @@ def _replaced(path: str, arch: str, record: Callable[..., None]) -> Iterator[Non
         for name in tuning.PARAMETERS:
             stack.enter_context(mock.patch.object(getattr(kernels, name), "launch", record))
         stack.enter_context(mock.patch.object(tuning, "lookup", lookup))
+        stack.enter_context(mock.patch.object(tuning, "architecture", return_value=arch))
         stack.enter_context(mock.patch.object(dispatch, "path_of", path_of))
         for remembered in ("_route", "_product"):  # what was found with other tables
             plain = getattr(dispatch, remembered).__wrapped__

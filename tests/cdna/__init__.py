@@ -5,7 +5,8 @@ it on numpy arrays, all waves of a grid together. It raises on
 
 * an opcode, a modifier or an operand that it does not know, by name;
 * an access outside a tensor's elements, or misaligned (`heap`), or outside a workgroup's LDS (`lds`);
-* a workgroup touching what another has written in the same launch (`heap`);
+* a workgroup touching what another has written in the same launch, or a wave reading what another
+  wave has written with no barrier between (`heap`);
 * LDS written by one wave and touched by another with no barrier between (`lds`);
 * a register used before the load that fills it was waited for, LDS read before the copy or the other
   wave's write that fills it was waited for, or written before another wave's read was (`waits`, `lds`).

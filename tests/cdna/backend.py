@@ -53,10 +53,12 @@ def _storages(tensors):
 
 
 def _touchable(tensor):
-    """Which half-words of its storage a tensor holds."""
-    elements = torch.zeros(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=torch.bool)
-    elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
-    return np.repeat(elements.numpy(), tensor.itemsize // 2)
+    """The numbers of the half-words of its storage that a tensor holds."""
+    elements = np.array([tensor.storage_offset()])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements = np.unique(elements[:, None] + np.arange(size) * stride)
+    halves = tensor.itemsize // 2
+    return (elements[:, None] * halves + np.arange(halves)).reshape(-1)
 
 
 def execute(compiled, programs, tensors, numbers, detailed=False, program=None):
@@ -76,8 +78,7 @@ def execute(compiled, programs, tensors, numbers, detailed=False, program=None):
     machine = Machine(program, heap, programs, compiled.warps, compiled.lds, detailed)
     machine.start(heap.set_arguments(_arguments(program, compiled.parameters, values, programs)))
     machine.run()
-    for i, storage in enumerate(storages.values()):
-        storage[:] = heap.contents(i, len(storage))
+    heap.give_back()
     return machine.counters
 
 

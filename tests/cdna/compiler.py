@@ -111,9 +111,12 @@ def _specialised(parameter, question):
 def _answer(question):
     import importlib
 
+    import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from monarch_rocm.kernels.launch import compiling
 
     module, name = question["kernel"]
     kernel = getattr(importlib.import_module(module), name)
@@ -132,7 +135,9 @@ def _answer(question):
             attributes[(position,)] = assumed
             passed.append(parameter.name)
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("hip", question["arch"], 64), options=options)
+    dtype = next(iter(question["tensors"].values()))[0]
+    with compiling(question["arch"], getattr(torch, dtype).itemsize):
+        compiled = triton.compile(source, target=GPUTarget("hip", question["arch"], 64), options=options)
     return {
         "assembly": compiled.asm["amdgcn"],
         "warps": compiled.metadata.num_warps,

@@ -1,7 +1,8 @@
 """The memory of a launch: its tensors, with red zones between them, and the kernel's arguments.
 
 A tensor's numbers may be touched and nothing else: neither what lies between tensors nor, where a
-tensor is a view, what its storage holds besides. What one workgroup writes no other may touch.
+tensor is a view, what its storage holds besides. What one workgroup writes no other may touch, and
+what one of its waves writes the others may read after a barrier. Only what may be touched takes memory.
 """
 
 import numpy as np
@@ -17,23 +18,30 @@ class Heap:
     """Addresses are arrays `(waves, 64)`, `live` says which lanes take part."""
 
     def __init__(self, storages):
-        """Take copies of the storages, which are arrays of bytes."""
+        """Make room for the storages, which are arrays of bytes; `allow` copies what tensors hold."""
+        self.storages, self.held = storages, []
         self.starts, end = [], RED_ZONE
         for storage in storages:
             self.starts.append(end)
             end += -(-len(storage) // RED_ZONE) * RED_ZONE + RED_ZONE
         self.arguments_start = end
         self.bytes = np.zeros(end + ARGUMENT_SPACE, np.uint8)
-        for start, storage in zip(self.starts, storages, strict=True):
-            self.bytes[start : start + len(storage)] = storage
         self.halves, self.words = self.bytes.view(U16), self.bytes.view(U32)
         self.allowed = np.zeros(len(self.halves), bool)
-        self.writer = np.full(len(self.halves), -1, np.int32)
+        self.writer = np.zeros(len(self.halves), np.int32)  # the last wave's number plus one
+        self.written = np.zeros(len(self.halves), np.int32)  # after how many of its workgroup's barriers
 
-    def allow(self, storage, spans):
-        """Let the program touch these half-words of a storage."""
-        first = self.starts[storage] // 2
-        self.allowed[first : first + len(spans)] |= spans
+    def allow(self, storage, where):
+        """Let the program touch the half-words of a storage that have these numbers."""
+        there = self.starts[storage] // 2 + where
+        self.allowed[there] = True
+        self.halves[there] = self.storages[storage].view(U16)[where]
+        self.held.append((storage, where))
+
+    def give_back(self):
+        """Write what the program may have written into the storages."""
+        for storage, where in self.held:
+            self.storages[storage].view(U16)[where] = self.halves[self.starts[storage] // 2 + where]
 
     def address(self, storage, offset):
         return BASE + self.starts[storage] + offset
@@ -55,8 +63,11 @@ class Heap:
             raise EmulationError(f"constants outside the arguments: {what}")
         return [self.words[offset // 4 + k] for k in range(count)]
 
-    def offsets(self, address, live, size, workgroup, what):
-        """Where in the heap the live lanes' `size` bytes lie, once they are known to be good."""
+    def offsets(self, address, live, size, wave, barriers, waves_per_group, reads, what):
+        """Where in the heap the live lanes' `size` bytes lie, once they are known to be good.
+
+        `wave` and `barriers`, which its workgroup has passed, are of each wave, `(waves, 1)`.
+        """
         offset = address - U64(BASE)
         # HSA lets the hardware take words at any even address, which the compiler makes use of.
         bad = live & ((offset >= U64(self.arguments_start)) | ((offset & U64(1)) != 0))
@@ -70,9 +81,12 @@ class Heap:
                 f"offset {int(offset[wave, lane].astype(I64)):#x}"
             )
         for k in range(0, size, 2):
-            writer = self.writer[(inside + k) // 2]
-            if (live & (writer >= 0) & (writer != workgroup)).any():
+            writer = self.writer[(inside + k) // 2] - 1
+            other = live & (writer >= 0) & (writer != wave)
+            if (other & (writer // waves_per_group != wave // waves_per_group)).any():
                 raise EmulationError(f"memory that another workgroup wrote: {what}")
+            if reads and (other & (self.written[(inside + k) // 2] == barriers)).any():
+                raise EmulationError(f"memory that another wave wrote, no barrier: {what}")
         return inside
 
     def load(self, offset, live, size):
@@ -86,12 +100,13 @@ class Heap:
             words = [self.words[offset // 4 + k] for k in range(size // 4)]
         return [np.where(live, word, U32(0)) for word in words]
 
-    def store(self, offset, live, words, size, workgroup, what):
+    def store(self, offset, live, words, size, wave, barriers, waves_per_group, what):
         where = offset[live]
-        owner = np.broadcast_to(workgroup, live.shape)[live]
+        owner, passed = (np.broadcast_to(each, live.shape)[live] for each in (wave, barriers))
         for k in range(0, size, 2):
-            self.writer[(where + k) // 2] = owner
-            if (self.writer[(where + k) // 2] != owner).any():
+            there = (where + k) // 2
+            self.writer[there], self.written[there] = owner + 1, passed
+            if ((self.writer[there] - 1) // waves_per_group != owner // waves_per_group).any():
                 raise EmulationError(f"memory that another workgroup writes: {what}")
         if size == 2:
             self.halves[where // 2] = words[0][live].astype(U16)

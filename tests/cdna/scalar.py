@@ -73,6 +73,16 @@ def _shift64(x, amount, how):
     return x >> amount if how == "right" else (signed(x) >> signed(amount)).view(U64)
 
 
+def _field64(x, control, how):
+    """Bits from `control`'s low six on, as many as its bits 16 to 22 say, with a sign where so."""
+    offset, width = (control & U32(63)).astype(U64), ((control >> U32(16)) & U32(127)).astype(U64)
+    width = np.minimum(width, U64(64) - offset)
+    up, down = U64(64) - offset - width, (U64(64) - width) & U64(63)
+    found = x << (up & U64(63))
+    found = (signed(found) >> signed(down)).view(U64) if how == "signed" else found >> down
+    return np.where(width == 0, U64(0), found)
+
+
 def _lesser(a, b):
     return np.minimum(a, b), a < b
 
@@ -141,6 +151,7 @@ BINARY64 = {
     "s_xnor_b64": lambda a, b: ~(a ^ b),
 }
 SHIFTS64 = {"s_lshl_b64": "left", "s_lshr_b64": "right", "s_ashr_i64": "arithmetic"}
+FIELDS64 = {"s_bfe_i64": "signed", "s_bfe_u64": "unsigned"}
 UNARY = {
     "s_mov_b32": _plain(lambda a: a),
     "s_brev_b32": _plain(bits.reversed_bits),
@@ -186,7 +197,7 @@ def decode(ins):
         return _compute(UNARY[op], operands[0], operands[1:])
     if op in BINARY:
         return _compute(BINARY[op], operands[0], operands[1:])
-    if op in BINARY64 or op in SHIFTS64:
+    if op in BINARY64 or op in SHIFTS64 or op in FIELDS64:
         return _binary64(op, *operands)
     if op in SAVE:
         return _save(SAVE[op], *operands)
@@ -213,12 +224,28 @@ def _binary64(op, out, one, two):
         a = r.scalar64(one, g)
         if op in SHIFTS64:
             result = _shift64(a, r.scalar(two, g), SHIFTS64[op])
+        elif op in FIELDS64:
+            result = _field64(a, r.scalar(two, g), FIELDS64[op])
         else:
             result = BINARY64[op](a, r.scalar64(two, g))
         r.set_scalar64(out.index, g, result)
         r.condition[g] = result != 0
 
     return run
+
+
+def _set_bit(one):
+    """The bit of the destination with that number, set or cleared; the condition stays."""
+
+    def make(out, number):
+        def run(m, g):
+            bit = U32(1) << (m.registers.scalar(number, g) & U32(31))
+            old = m.registers.scalar(out, g)
+            m.registers.set_scalar(out.index, g, old | bit if one else old & ~bit)
+
+        return run
+
+    return make
 
 
 def _save(function, out, mask):
@@ -368,6 +395,8 @@ def _test_bit(wanted):
 
 
 OTHERS = {
+    "s_bitset0_b32": _set_bit(False),
+    "s_bitset1_b32": _set_bit(True),
     "s_mov_b64": _move64,
     "s_not_b64": _not64,
     "s_bcnt1_i32_b64": _count64,

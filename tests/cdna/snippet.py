@@ -54,7 +54,7 @@ def run(text, vectors=None, scalars=None, *, memory=None, lds=0, waves=1, groups
     memory = np.zeros(0, np.uint8) if memory is None else memory
     stored = np.ascontiguousarray(memory).view(np.uint8).reshape(-1)
     heap = Heap([stored])
-    heap.allow(0, np.ones(len(stored) // 2, bool))
+    heap.allow(0, np.arange(len(stored) // 2))
     program = parse(text, options.pop("arch", "gfx942"))
     machine = Machine(program, heap, groups, waves, lds, **options)
     r, address = machine.registers, heap.address(0, 0)

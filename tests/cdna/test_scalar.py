@@ -128,6 +128,28 @@ def test_64_bits(op, function, a, b):
     assert m.registers.condition[0] == (function(a, b) & M64 != 0)
 
 
+@pytest.mark.parametrize("a", [M64, 0x8000000012345678, 0x00000001FFFFFFFF])
+@pytest.mark.parametrize("offset", [0, 5, 31, 40, 63])
+@pytest.mark.parametrize("width", [0, 1, 8, 32, 33, 64])
+def test_fields_of_64_bits(a, offset, width):
+    value = a >> offset & (1 << min(width, 64 - offset)) - 1
+    sign = min(width, 64 - offset) - 1
+    extended = value - (value >> sign << sign + 1) if width else 0
+    for op, expected in (("s_bfe_u64", value), ("s_bfe_i64", extended)):
+        m = run(f"{op} s[6:7], s[2:3], s4", scalars={2: a, 3: a >> 32, 4: width << 16 | offset, "scc": 1})
+        assert scalar64(m, 6) == expected & M64
+        assert m.registers.condition[0] == (expected != 0)
+
+
+@pytest.mark.parametrize("old", [0, M32, 0x12345678])
+@pytest.mark.parametrize("number", [0, 12, 31, 33])
+def test_one_bit_set_or_cleared(old, number):
+    bit = 1 << (number & 31)
+    for op, expected in (("s_bitset1_b32", old | bit), ("s_bitset0_b32", old & ~bit)):
+        m = run(f"{op} s4, s2", scalars={2: number, 4: old, "scc": 1})
+        assert (scalar(m, 4), m.registers.condition[0]) == (expected, True)
+
+
 def test_carry_chains():
     """A 64-bit sum and difference in two instructions each."""
     a, b = 0x12345678FFFFFFFF, 0x0FEDCBA900000001

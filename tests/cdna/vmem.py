@@ -69,11 +69,16 @@ def _global(ins, size, action, to_lds):
     return find
 
 
-def _located(ins, find, size):
+def _who(m, g):
+    """Waves, the barriers that their workgroups have passed, and how many waves one has."""
+    waves = np.arange(m.waves)[g][:, None]
+    return waves, m.lds.epoch[m.workgroup[g]][:, None], m.waves_per_group
+
+
+def _located(ins, find, size, reads):
     def locate(m, g):
         address, live = find(m, g)
-        workgroup = m.workgroup[g][:, None]
-        offset = m.heap.offsets(address, live, size, workgroup, ins.text)
+        offset = m.heap.offsets(address, live, size, *_who(m, g), reads, ins.text)
         m.counters.memory(offset, live, size)
         m.registers.waits.issue("vmcnt", g)
         return offset, live
@@ -82,7 +87,7 @@ def _located(ins, find, size):
 
 
 def _load(ins, find, size, kind, half):
-    locate, out = _located(ins, find, size), ins.operands[0]
+    locate, out = _located(ins, find, size, True), ins.operands[0]
 
     def run(m, g):
         offset, live = locate(m, g)
@@ -93,7 +98,7 @@ def _load(ins, find, size, kind, half):
 
 
 def _store(ins, find, size, half):
-    locate = _located(ins, find, size)
+    locate = _located(ins, find, size, False)
     data = ins.operands[0] if ins.opcode.startswith("buffer") else ins.operands[1]
 
     def run(m, g):
@@ -101,14 +106,14 @@ def _store(ins, find, size, half):
         if size == 2:
             words = [words[0] >> U32(16) if half else words[0] & LOW]
         offset, live = locate(m, g)
-        m.heap.store(offset, live, words, size, m.workgroup[g][:, None], ins.text)
+        m.heap.store(offset, live, words, size, *_who(m, g), ins.text)
 
     return run
 
 
 def _copy(ins, find, size):
     """A load whose lanes write LDS side by side, from where M0 says."""
-    locate = _located(ins, find, size)
+    locate = _located(ins, find, size, True)
     constant = ins.modifiers.get("offset", 0)
 
     def run(m, g):
