@@ -276,13 +276,15 @@ def try_case(case: Case, detailed: bool = False) -> dict[str, Any]:
     exact = trial.maths(*(operand.double() for operand in trial.operands))
     assert_within_budget(str(case), got, plain, exact, trial.depth)
     (launch,) = backend.launches
+    assert not launch.compiled.program.vector_spills, f"{case} spills vector registers"
     # Without the mark too, where the compiler can bound an offset by itself.
     assert not buffers or "buffer" in launch.addressing, f"{case} makes no use of buffers"
     return {
         "error": error_over_budget(got, plain, exact, trial.depth),
         "programs": launch.programs,
         "addressing": "+".join(sorted(launch.addressing)),
-        "spills": launch.compiled.program.spills,
+        "vector_spills": launch.compiled.program.vector_spills,
+        "scalar_spills": launch.compiled.program.scalar_spills,
         "lds": launch.compiled.lds,
         "counters": launch.counters,
     }
