@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from cdna_tune import classes, compiled, model, search
+from cdna_tune import classes, compiled, model, ptx, search, validate
 from cdna_tune.model import Part, Work
 
 from monarch_rocm.codegen import assembly
@@ -214,3 +214,46 @@ def test_chips_are_those_that_code_is_made_for():
     for arch in assembly.LDS:
         assert model.chip(arch).lanes == 64
         assert "remembered" in model.chip(arch).source or "rocm.docs" in model.chip(arch).source
+
+
+def test_correlation_of_ranks():
+    assert validate.spearman([1, 2, 3], [10, 20, 90]) == pytest.approx(1)
+    assert validate.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert validate.spearman([1, 1, 2], [5, 5, 7]) == pytest.approx(1)
+    assert validate.spearman([1, 2, 3], [4, 4, 4]) == 0
+
+
+def test_ptx_is_counted():
+    ptx_text = """
+.visible .entry kernel(
+	ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+$L__BB0_2:
+	cp.async.cg.shared.global [ %r16 + 0 ], [ %rd5 + 0 ], 0x10, %r17;
+	wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%r1}, %rd1, %rd2, %p1;
+	add.s32 %r1, %r2, %r3;
+	@%p2 bra $L__BB0_2;
+	ret;
+"""
+    whole, loop, shape = ptx.read(ptx_text)
+    assert shape == "16x128x16"  # of each of the four warps
+    assert loop == {
+        "classes": {"load": 1, "mfma": 1, "valu": 1}, "loads": {16: 1}, "stores": {}, "lds": {16: 1}
+    }  # fmt: skip
+    assert whole["loads"] == {16: 2}
+
+
+def test_documents_say_what_the_results_say():
+    page = (ROOT / "docs" / "amd.md").read_text()
+    results = ROOT / "benchmarks" / "results"
+    rows = json.loads((results / "cdna_modelled.json").read_text())["rows"]
+    assert len(rows) == 10
+    for row in rows:
+        assert "| " + " | ".join(map(str, row.values())) + " |" in page
+    found = json.loads((results / "model_h200.json").read_text())
+    for kernel in ("bdmm", "bdmm_wgrad"):
+        part = found[kernel]
+        numbers = (
+            f"| {part['median_spearman']}, {part['worst_spearman']} | {part['median_chosen_over_best']}, "
+        )
+        assert f"| `{kernel}` | {part['cases']} {numbers}" in page
+    assert f"correlation is {found['spearman_over_all']}" in page
