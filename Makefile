@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test test-fast test-cdna lint codegen bench doctor clean
+.PHONY: demo test test-fast test-cdna lint codegen tune-cdna bench doctor clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
@@ -27,6 +27,12 @@ lint: $(VENV)/dev
 
 codegen: $(VENV)/base
 	$(VENV)/bin/monarch-rocm codegen --arch gfx90a gfx942 gfx950
+
+# Config tables for CDNA from compiled code, with no GPU; twenty minutes, goes on where it was stopped.
+tune-cdna: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/cdna_tune
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/cdna_tune/validate.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/cdna_tune/compare.py
 
 bench: $(VENV)/dev
 	$(VENV)/bin/monarch-rocm bench --compiled --out bench

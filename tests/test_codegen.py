@@ -59,7 +59,8 @@ bdmm_kernel:                            ; @bdmm_kernel
 @pytest.mark.parametrize("assembly", [ASSEMBLY, ASSEMBLY.replace(".set .L", ".set ")], ids=["3.9", "3.6"])
 def test_assembly_is_counted(assembly):
     report = read(assembly, "gfx942", shared=16384, num_warps=4)
-    assert (report.vgpr, report.agpr, report.sgpr, report.spills, report.lds) == (98, 32, 30, 3, 16384)
+    assert (report.vgpr, report.agpr, report.sgpr, report.lds) == (98, 32, 30, 16384)
+    assert (report.vector_spills, report.scalar_spills) == (2, 1)
     assert report.waves == 3
     assert report.mfma == {"v_mfma_f32_32x32x8_bf16": 1}
     assert report.atomics == {}
@@ -115,7 +116,7 @@ def test_waves_are_bounded_by_registers_and_local_memory(arch, registers, shared
 
 
 def row(arch="gfx942", **changes):
-    report = replace(read(ASSEMBLY, "gfx942", 16384, 4), spills=0)
+    report = replace(read(ASSEMBLY, "gfx942", 16384, 4), vector_spills=0, scalar_spills=0)
     hot = {name: changes.pop(name) for name in ("loads", "lds_reads") if name in changes}
     report = replace(report, loop=replace(report.loop, **{"loads": {16: 1}, "lds_reads": {8: 1}} | hot))
     return Row(arch, "bdmm", "a layer", "forward 1", "fp32", {}, replace(report, **changes))
@@ -132,8 +133,9 @@ def test_sound_code_passes():
 @pytest.mark.parametrize(
     ("rule", "changes"),
     [
-        ("spills", {"spills": 1}),
-        ("spills", {"scratch": 4}),
+        ("vector spills", {"vector_spills": 1}),
+        ("vector spills", {"scratch": 4}),
+        ("scalar spills", {"scalar_spills": 1}),
         ("local memory", {"lds": 64 * 1024 + 1}),
         ("local memory", {"lds": 160 * 1024 + 1, "arch": "gfx950"}),
         ("narrow loads", {"loads": {16: 4, 2: 1}}),
@@ -154,8 +156,8 @@ def test_gfx950_has_more_local_memory():
 
 
 def test_an_exception_that_nothing_needs_is_refused():
-    assert rules(row(), exceptions=[Allowed("spills", "*", "why")]) == ["spills"]
-    assert rules(row(), exceptions=[Allowed("spills", "gfx90a | *", "not compiled this time")]) == []
+    assert rules(row(), exceptions=[Allowed("vector spills", "*", "why")]) == ["vector spills"]
+    assert rules(row(), exceptions=[Allowed("vector spills", "gfx90a | *", "not compiled this time")]) == []
 
 
 def test_bank_conflicts_count_where_the_interpreter_ran_this_very_code():
@@ -281,7 +283,7 @@ print(json.dumps([failure.rule for failure in gate.judge([row], [], {}, None)]))
     ("arch", "changes", "rule"),
     [
         ("gfx942", {}, None),
-        ("gfx950", {"BT": 128, "BO": 128, "BI": 64, "num_warps": 4, "waves_per_eu": 4}, "spills"),
+        ("gfx950", {"BT": 128, "BO": 128, "BI": 64, "num_warps": 4, "waves_per_eu": 4}, "vector spills"),
         ("gfx942", {"BT": 128, "BO": 128, "BI": 128, "num_stages": 3}, "local memory"),
     ],
 )

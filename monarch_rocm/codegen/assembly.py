@@ -34,13 +34,15 @@ class Report:
 
     `loop` is its hot loop: of the innermost ones that with the most matrix instructions, else the
     longest that loads; None where the kernel has no loop that loads or multiplies. `waves` is how many
-    fit on a SIMD. `digest` changes where an instruction does.
+    fit on a SIMD. Vector registers spill to memory, scalar ones to lanes of vector registers. `digest`
+    changes where an instruction does.
     """
 
     vgpr: int
     agpr: int
     sgpr: int
-    spills: int
+    vector_spills: int
+    scalar_spills: int
     scratch: int
     lds: int
     waves: float
@@ -67,8 +69,8 @@ def read(assembly: str, arch: str, shared: int, num_warps: int) -> Report:
         vgpr=_number(r"\.set (?:\.L)?\w+\.num_vgpr, (\d+)", assembly),
         agpr=_number(r"\.set (?:\.L)?\w+\.num_agpr, (\d+)", assembly),
         sgpr=_number(r"; TotalNumSgprs: (\d+)", assembly),
-        spills=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
-        + _number(r"\.sgpr_spill_count:\s+(\d+)", assembly),
+        vector_spills=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly),
+        scalar_spills=_number(r"\.sgpr_spill_count:\s+(\d+)", assembly),
         scratch=_number(r"\.private_segment_fixed_size:\s+(\d+)", assembly),
         lds=shared,
         waves=waves(arch, _number(r"; TotalNumVgprs: (\d+)", assembly), shared, num_warps),

@@ -26,11 +26,11 @@ CAPTION = (
     "code counted them ('old' where the code has changed since)."
 )
 COLUMNS = (
-    "arch", "kernel", "layer", "launch", "dtype", "VGPR", "AGPR", "SGPR", "spills", "LDS", "waves", "MFMA",
-    "loads", "LDS reads", "LDS writes", "stores", "instructions, in the hot loop by class", "conflicts",
-    "lines", "verdict",
+    "arch", "kernel", "layer", "launch", "dtype", "VGPR", "AGPR", "SGPR", "spills", "scalar spills", "LDS",
+    "waves", "MFMA", "loads", "LDS reads", "LDS writes", "stores",
+    "instructions, in the hot loop by class", "conflicts", "lines", "verdict",
 )  # fmt: skip
-NUMBERS = ("VGPR", "AGPR", "SGPR", "spills", "LDS", "waves", "conflicts", "lines")
+NUMBERS = (*COLUMNS[5:12], "conflicts", "lines")
 
 
 def codegen(archs: Sequence[str], every: bool, write_budgets: bool, out: Path | None) -> int:
@@ -96,7 +96,8 @@ def table(rows: Sequence[Row], executed: Mapping[str, Executed], failing: set[st
             row.layer,
             row.launch,
             row.dtype,
-            *map(str, (report.vgpr, report.agpr, report.sgpr, report.spills, report.lds)),
+            *map(str, (report.vgpr, report.agpr, report.sgpr)),
+            *map(str, (report.vector_spills, report.scalar_spills, report.lds)),
             f"{report.waves:g}",
             " ".join(f"{name.removeprefix('v_mfma_')}x{count}" for name, count in report.mfma.items()),
             *map(_widths, (hot.loads, hot.lds_reads, hot.lds_writes, report.whole.stores)),

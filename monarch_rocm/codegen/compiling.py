@@ -83,13 +83,24 @@ def compile_row(layer: Layer, launch: Launch, arch: str) -> Row:
     return Row(arch, kernel, str(layer), launch.place, layer.dtype, launch.constants, report)
 
 
-def compile_launch(launch: Launch, arch: str) -> Any:
-    """Triton's compiled kernel, specialised as a launch on such a GPU specialises it."""
+def compile_launch(launch: Launch, arch: str, buffers: bool = True) -> Any:
+    """Triton's compiled kernel, specialised as a launch on such a GPU specialises it.
+
+    Without `buffers`, as if all tensors were of 2 GiB or more, which buffer instructions do not reach.
+    """
     from triton import compile
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from monarch_rocm.kernels.launch import compiling
+
+    source, options = source_of(launch, buffers)
+    with compiling(arch, launch.tensors[0].itemsize):
+        return compile(source, target=GPUTarget("hip", arch, 64), options=options)
+
+
+def source_of(launch: Launch, buffers: bool) -> tuple[Any, dict[str, int]]:
+    """What Triton compiles, and with which options."""
+    from triton.compiler import ASTSource
 
     parameters = launch.kernel.params
     runtime: tuple[Any, ...] = (*launch.tensors, *launch.scalars, *launch.strides)
@@ -101,7 +112,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
             found = [["tt.divisibility", 16]] if value.storage_offset() * value.itemsize % 16 == 0 else []
-            if value.untyped_storage().nbytes() < 2**31:
+            if buffers and value.untyped_storage().nbytes() < 2**31:
                 found.append(["tt.pointer_range", 32])
         elif value == 1 and not parameter.do_not_specialize:
             signature[parameter.name], constants[parameter.name], found = "constexpr", 1, []
@@ -114,6 +125,4 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     for parameter in parameters[len(runtime) :]:
         signature[parameter.name] = "constexpr"
     options = {name: constants.pop(name) for name in launch.constants if name not in signature}
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    with compiling(arch, launch.tensors[0].itemsize):
-        return compile(source, target=GPUTarget("hip", arch, 64), options=options)
+    return ASTSource(launch.kernel, signature, constants, attributes), options

@@ -22,11 +22,16 @@ class Failure:
     message: str
 
 
-def _spills(row: Row) -> str | None:
+def _vector_spills(row: Row) -> str | None:
     report = row.report
-    if report.spills or report.scratch:
-        return f"{report.spills} registers spill, {report.scratch} bytes of scratch"
+    if report.vector_spills or report.scratch:
+        return f"{report.vector_spills} vector registers spill, {report.scratch} bytes of scratch"
     return None
+
+
+def _scalar_spills(row: Row) -> str | None:
+    spills = row.report.scalar_spills
+    return f"{spills} scalar registers spill to lanes of vector registers" if spills else None
 
 
 def _local_memory(row: Row) -> str | None:
@@ -61,7 +66,8 @@ def _atomics(row: Row) -> str | None:
 
 
 RULES: dict[str, Callable[[Row], str | None]] = {
-    "spills": _spills,
+    "vector spills": _vector_spills,
+    "scalar spills": _scalar_spills,
     "local memory": _local_memory,
     "narrow loads": _loads,
     "narrow local reads": _lds_reads,

@@ -30,7 +30,7 @@ class Layer:
 
     in_features: int
     out_features: int
-    nblocks: int
+    nblocks: int | tuple[int, int]
     tokens: int
     dtype: str = "bf16"
     layout: str = "interleaved"
@@ -68,8 +68,8 @@ def launches(layer: Layer, arch: str) -> list[Launch]:
         number = sum(launch.place.startswith(phase) for launch in found) + 1
         found.append(Launch(f"{phase} {number}", *arguments))
 
-    sizes = (layer.in_features, layer.out_features, layer.nblocks)
-    shape = MonarchShape(*sizes, rank=layer.rank, layout=layer.layout)
+    sizes = (layer.in_features, layer.out_features)
+    shape = MonarchShape(*sizes, layer.nblocks, rank=layer.rank, layout=layer.layout)
     x, factor1, factor2, bias = (
         torch.empty(*size, dtype=DTYPES[layer.dtype], device="meta", requires_grad=layer.train)
         for size in ((layer.tokens, shape.in_features), shape.factor1, shape.factor2, (shape.out_features,))
@@ -132,6 +132,17 @@ def every() -> tuple[Layer, ...]:
             Layer(16 * size, 16 * size, 16, 8192, dtype, train=True, rank=width // 16)
             for size in (16, 32, 64, 128)
             for width in (16, 32, 64, 128)
+        ]
+        pairs = ((16, 16), (16, 64), (32, 32), (32, 128), (64, 32), (64, 64), (128, 128))
+        found += [
+            Layer(16 * size, 16 * size, 16, tokens, dtype, train=True, rank=width // 16)
+            for size, width in pairs
+            for tokens in (64, 1024)
+        ]
+        # Odd blocks, and odd tokens whose loads no mask's length is known of.
+        found += [
+            Layer(3 * size - 4, 3 * width - 5, (3, 1), 8195, dtype, train=True, rank=width - 1)
+            for size, width in pairs
         ]
         found += [
             Layer(4 * size, 4 * size, 4, tokens, dtype)

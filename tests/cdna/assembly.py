@@ -169,7 +169,8 @@ class Program:
     labels: dict[str, int]
     directives: dict[str, int]  # what `.amdhsa_<name>` says
     arguments: tuple[Argument, ...]
-    spills: int
+    vector_spills: int  # registers, to memory
+    scalar_spills: int  # registers, to lanes of vector registers
 
     def replaced(self, position, text):
         """The same program with another instruction at that place."""
@@ -194,6 +195,10 @@ def _body(text):
             yield line.split(";")[0].split("//")[0].strip()
 
 
+def _spilled(kind, metadata):
+    return int(re.search(rf"\.{kind}_spill_count:\s+(\d+)", metadata)[1])
+
+
 def parse_program(text):
     instructions, labels = [], {}
     for line in _body(text):
@@ -210,5 +215,6 @@ def parse_program(text):
         labels=labels,
         directives={name: int(value) for name, value in re.findall(r"\.amdhsa_(\w+) (\d+)", text)},
         arguments=tuple(Argument(int(f["offset"]), int(f["size"]), f["value_kind"]) for f in fields),
-        spills=sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", metadata)),
+        vector_spills=_spilled("vgpr", metadata),
+        scalar_spills=_spilled("sgpr", metadata),
     )

@@ -82,11 +82,11 @@ def sizes_of(case: Case) -> tuple[int, int, int]:
         limits = sorted({row["max"][name] for row in rows if name in row["max"]})
         size = next((config[key] for key in tile if key in config), 16)
         free = max([size, *limits]) + 3 if name != "in" else max([3 * size, *limits]) + 3
-        if name == "tokens":
-            free = _tokens(case, size)
-            limits = [limit for limit in limits if limit < free]
         own = case.table[case.row]["max"].get(name)
         preferred = [max(1, own - 1), own] if own else [free]
+        if name == "tokens":  # as few as will do
+            free = _tokens(case, size)
+            preferred = [free, *(limit + 1 for limit in limits), *preferred]
         candidates.append([*preferred, *(limit + 1 for limit in limits), *limits, free])
     for out, depth, tokens in itertools.product(*candidates):
         bucket = 1 << max(0, tokens - 1).bit_length()
@@ -276,13 +276,15 @@ def try_case(case: Case, detailed: bool = False) -> dict[str, Any]:
     exact = trial.maths(*(operand.double() for operand in trial.operands))
     assert_within_budget(str(case), got, plain, exact, trial.depth)
     (launch,) = backend.launches
+    assert not launch.compiled.program.vector_spills, f"{case} spills vector registers"
     # Without the mark too, where the compiler can bound an offset by itself.
     assert not buffers or "buffer" in launch.addressing, f"{case} makes no use of buffers"
     return {
         "error": error_over_budget(got, plain, exact, trial.depth),
         "programs": launch.programs,
         "addressing": "+".join(sorted(launch.addressing)),
-        "spills": launch.compiled.program.spills,
+        "vector_spills": launch.compiled.program.vector_spills,
+        "scalar_spills": launch.compiled.program.scalar_spills,
         "lds": launch.compiled.lds,
         "counters": launch.counters,
     }

@@ -24,7 +24,15 @@ from cdna import cases, layers, mutations
 
 COLUMNS = (
     *("kernel", "row", "dtype", "arch", "addressing", "right", "error_over_allowed", "instructions_used"),
-    *("programs", "spills", "lds_bytes", "instructions", "mfma", "lds_clocks_over_least"),
+    *(
+        "programs",
+        "vector_spills",
+        "scalar_spills",
+        "lds_bytes",
+        "instructions",
+        "mfma",
+        "lds_clocks_over_least",
+    ),
     *("lines_over_least", "what"),
 )
 
@@ -42,7 +50,8 @@ def run_case(case: cases.Case) -> dict[str, Any]:
         "error_over_allowed": round(found["error"], 2),
         "instructions_used": found["addressing"],
         "programs": found["programs"],
-        "spills": found["spills"],
+        "vector_spills": found["vector_spills"],
+        "scalar_spills": found["scalar_spills"],
         "lds_bytes": found["lds"],
         "instructions": sum(counters.instructions.values()),
         "mfma": counters.instructions["mfma"],
@@ -64,7 +73,8 @@ def run_layer(case: layers.Layer) -> dict[str, Any]:
         "error_over_allowed": round(found["error"], 2),
         "instructions_used": "+".join(sorted(set().union(*(launch.addressing for launch in launches)))),
         "programs": sum(launch.programs for launch in launches),
-        "spills": sum(launch.compiled.program.spills for launch in launches),
+        "vector_spills": sum(launch.compiled.program.vector_spills for launch in launches),
+        "scalar_spills": sum(launch.compiled.program.scalar_spills for launch in launches),
         "lds_bytes": max(launch.compiled.lds for launch in launches),
         "instructions": sum(sum(launch.counters.instructions.values()) for launch in launches),
         "mfma": sum(launch.counters.instructions["mfma"] for launch in launches),
@@ -89,7 +99,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "configs": len({row.get("row", row["what"]) for row in part}),
             "runs": len(part),
             "right": sum(row["right"] for row in part),
-            "with_spills": sum(bool(row.get("spills")) for row in part),
+            "with_vector_spills": sum(bool(row.get("vector_spills")) for row in part),
+            "with_scalar_spills": sum(bool(row.get("scalar_spills")) for row in part),
             "worst_error_over_allowed": max(row.get("error_over_allowed", 0) for row in part),
         }
         for (kernel, arch, dtype), part in grouped.items()
