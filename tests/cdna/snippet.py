@@ -37,7 +37,7 @@ def parse(text, arch="gfx942"):
         else:
             instructions.append(parse_instruction(line))
     directives = {"user_sgpr_count": 2, "kernarg_size": 0}
-    return Program(arch, tuple(instructions), labels, directives, (Argument(0, 8, "global_buffer"),), 0)
+    return Program(arch, tuple(instructions), labels, directives, (Argument(0, 8, "global_buffer"),), 0, 0)
 
 
 def run(text, vectors=None, scalars=None, *, memory=None, lds=0, waves=1, groups=1, active=None, **options):
