@@ -13,7 +13,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
-os.environ["TRITON_INTERPRET"] = "0"
+if __name__ == "__main__":  # not for tests, whose kernels run in the interpreter
+    os.environ["TRITON_INTERPRET"] = "0"
 
 from cdna_tune import model, search
 from cdna_tune.classes import TOKENS, Class
