@@ -3,7 +3,6 @@
 One kernel serves both stages of a Monarch layer and both input gradients (`README.md`).
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import triton.language as tl
 
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.launch import Constants, cdiv, launch
+from monarch_rocm.kernels.launch import Constants, cdiv, constants, launch
 from monarch_rocm.kernels.order import tile_of_program
 
 
@@ -172,21 +171,21 @@ def stage_arguments(
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...], tuple[int, ...], Constants]:
     """What `launch` wants after kernel and programs, for the parameters of `bdmm_kernel`."""
     blocks, n_out, n_in = w.shape
-    constants = stage_constants(
-        x.shape[1],
-        y.shape[1],
-        blocks,
-        n_in,
-        n_out,
-        group_in,
-        group_out,
-        bias is not None,
-        tuning.is_wide(x, w, y),
-        tuning.chiplets(x.device),
-        *config.items(),
+    compiled_for = constants(
+        IN=x.shape[1],
+        OUT=y.shape[1],
+        BLOCKS=blocks,
+        N_IN=n_in,
+        N_OUT=n_out,
+        GROUP_IN=group_in,
+        GROUP_OUT=group_out,
+        HAS_BIAS=bias is not None,
+        WIDE=tuning.is_wide(x, w, y),
+        XCDS=tuning.chiplets(x.device),
+        **config,
     )
     tensors = (x, w, y if bias is None else bias, y)
-    return tensors, (x.shape[0],), (*strides_of(x), *w.stride(), *y.stride()), constants
+    return tensors, (x.shape[0],), (*strides_of(x), *w.stride(), *y.stride()), compiled_for
 
 
 def strides_of(x: torch.Tensor) -> tuple[int, ...]:
@@ -194,33 +193,3 @@ def strides_of(x: torch.Tensor) -> tuple[int, ...]:
     launches are remembered by strides.
     """
     return x.stride() if x.shape[0] > 1 else (x.shape[1], x.stride(1))
-
-
-@cache
-def stage_constants(
-    in_features: int,
-    out_features: int,
-    blocks: int,
-    n_in: int,
-    n_out: int,
-    group_in: int,
-    group_out: int,
-    has_bias: bool,
-    wide: bool,
-    chiplets: int,
-    *config: tuple[str, int],
-) -> Constants:
-    """What a stage's kernel is compiled for."""
-    return Constants(
-        IN=in_features,
-        OUT=out_features,
-        BLOCKS=blocks,
-        N_IN=n_in,
-        N_OUT=n_out,
-        GROUP_IN=group_in,
-        GROUP_OUT=group_out,
-        HAS_BIAS=has_bias,
-        WIDE=wide,
-        XCDS=chiplets,
-        **dict(config),
-    )

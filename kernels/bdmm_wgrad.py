@@ -4,15 +4,13 @@ Token ranges are summed by separate programs into separate buffers, never by ato
 runs are equal to the bit.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.bdmm import locate
-from monarch_rocm.kernels.launch import Constants, cdiv, launch
+from monarch_rocm.kernels.launch import cdiv, constants, launch
 from monarch_rocm.kernels.order import place_of_program
 
 
@@ -110,46 +108,18 @@ def bdmm_wgrad(
     span = cdiv(max(1, steps), splits) * config["BT"]
     dtype = g.dtype if splits == 1 else torch.float32
     dw = torch.empty(splits, blocks, n_out, n_in, dtype=dtype, device=g.device)
-    constants = wgrad_constants(
-        g.shape[1],
-        a.shape[1],
-        blocks,
-        n_out,
-        n_in,
-        group_out,
-        group_in,
-        tuning.is_wide(g, a, dw),
-        tuning.chiplets(g.device),
-        *config.items(),
-    )
-    strides = (*g.stride(), *a.stride())
-    launch(bdmm_wgrad_kernel, tiles * splits, (g, a, dw), (tokens, span), strides, constants)
-    return dw[0] if splits == 1 else dw.sum(0).to(g.dtype)
-
-
-@cache
-def wgrad_constants(
-    g_features: int,
-    a_features: int,
-    blocks: int,
-    n_out: int,
-    n_in: int,
-    group_out: int,
-    group_in: int,
-    wide: bool,
-    chiplets: int,
-    *config: tuple[str, int],
-) -> Constants:
-    """What the kernel is compiled for."""
-    return Constants(
-        G_FEATURES=g_features,
-        A_FEATURES=a_features,
+    compiled_for = constants(
+        G_FEATURES=g.shape[1],
+        A_FEATURES=a.shape[1],
         BLOCKS=blocks,
         N_OUT=n_out,
         N_IN=n_in,
         GROUP_OUT=group_out,
         GROUP_IN=group_in,
-        WIDE=wide,
-        XCDS=chiplets,
-        **dict(config),
+        WIDE=tuning.is_wide(g, a, dw),
+        XCDS=tuning.chiplets(g.device),
+        **config,
     )
+    strides = (*g.stride(), *a.stride())
+    launch(bdmm_wgrad_kernel, tiles * splits, (g, a, dw), (tokens, span), strides, compiled_for)
+    return dw[0] if splits == 1 else dw.sum(0).to(g.dtype)

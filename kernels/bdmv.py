@@ -151,7 +151,10 @@ def bdmv_layer(
     Returns:
         (Tensor, Tensor): `(tokens, out_features)`, contiguous, and `(tokens, K*Q)` as `new_hidden` says.
     """
-    device = x.get_device()
+    (blocks, n_hidden, _), (out_blocks, n_out, n_in) = w1.shape, w2.shape
+    tokens, device = x.shape[0], x.get_device()
+    h = new_hidden(x, (tokens,), blocks * n_hidden)
+    y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     key = (
         id(config1),
         id(config2),
@@ -170,15 +173,10 @@ def bdmv_layer(
     )
     known = _layers.get(key)
     if known is not None and device == torch.cuda.current_device() and not watched():
-        width, programs1, ready1, rest1, programs2, ready2, rest2, *_ = known
-        h = new_hidden(x, x.shape[:1], width)
-        y = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
+        programs1, ready1, rest1, programs2, ready2, rest2, _ = known
         again(ready1, programs1, device, (x, w1, h, h, *rest1))
         again(ready2, programs2, device, (h, w2, y if bias is None else bias, y, *rest2))
         return y, h
-    tokens, (blocks, n_hidden, _), (out_blocks, n_out, n_in) = x.shape[0], w1.shape, w2.shape
-    h = new_hidden(x, (tokens,), blocks * n_hidden)
-    y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y, h
     given = config1, config2
@@ -193,8 +191,8 @@ def bdmv_layer(
         rest1, rest2 = ((*scalars, *strides) for _, scalars, strides, _ in (arguments1, arguments2))
         if len(_layers) >= MOST:
             _layers.clear()
-        known = (blocks * n_hidden, programs1, ready1, rest1, programs2, ready2, rest2)
-        _layers[key] = (*known, given)  # while it holds the configs, no others have their ids
+        # While an entry holds the configs, no others have their ids.
+        _layers[key] = (programs1, ready1, rest1, programs2, ready2, rest2, given)
     return y, h
 
 

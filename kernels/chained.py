@@ -5,14 +5,12 @@ pass through a buffer that the program uses again for its next tile, so that the
 device memory sees the inputs and the outputs alone.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.launch import Constants, cdiv, launch
+from monarch_rocm.kernels.launch import cdiv, constants, launch
 
 
 @triton.jit
@@ -129,38 +127,10 @@ def chained(
         return y
     config = dict(config)
     programs = min(cdiv(tokens, config["BT"]), config.pop("PROGRAMS"))
-    h = torch.empty(programs * config["BT"] * w1.shape[0] * w1.shape[1], dtype=x.dtype, device=x.device)
-    constants = chained_constants(
-        x.shape[1],
-        out_features,
-        *w1.shape,
-        *w2.shape,
-        bias is not None,
-        tuning.is_wide(x, w1, w2, y),
-        *config.items(),
-    )
-    tensors = (x, w1, w2, y if bias is None else bias, y, h)
-    launch(chained_kernel, programs, tensors, (tokens,), (*x.stride(), *w1.stride(), *w2.stride()), constants)
-    return y
-
-
-@cache
-def chained_constants(
-    in_features: int,
-    out_features: int,
-    blocks: int,
-    n_hidden: int,
-    n_in: int,
-    out_blocks: int,
-    n_out: int,
-    width: int,
-    has_bias: bool,
-    wide: bool,
-    *config: tuple[str, int],
-) -> Constants:
-    """What the kernel is compiled for."""
-    return Constants(
-        IN=in_features,
+    (blocks, n_hidden, n_in), (out_blocks, n_out, width) = w1.shape, w2.shape
+    h = torch.empty(programs * config["BT"] * blocks * n_hidden, dtype=x.dtype, device=x.device)
+    compiled_for = constants(
+        IN=x.shape[1],
         OUT=out_features,
         K=blocks,
         Q=n_hidden,
@@ -168,7 +138,11 @@ def chained_constants(
         L=out_blocks,
         S=n_out,
         R=width,
-        HAS_BIAS=has_bias,
-        WIDE=wide,
-        **dict(config),
+        HAS_BIAS=bias is not None,
+        WIDE=tuning.is_wide(x, w1, w2, y),
+        **config,
     )
+    tensors = (x, w1, w2, y if bias is None else bias, y, h)
+    strides = (*x.stride(), *w1.stride(), *w2.stride())
+    launch(chained_kernel, programs, tensors, (tokens,), strides, compiled_for)
+    return y

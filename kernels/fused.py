@@ -4,15 +4,13 @@ All blocks of a stage are one batched product, so that both permutations happen 
 neither the hidden features nor a copy of the outputs passes through memory.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.launch import Constants, cdiv, launch
+from monarch_rocm.kernels.launch import cdiv, constants, launch
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -137,19 +135,21 @@ def fused(
     h = new_hidden(x, (tokens,), blocks * n_hidden if keep else 0)
     if tokens == 0:
         return y, h
-    constants = fused_constants(
-        in_features,
-        out_features,
-        blocks,
-        out_blocks,
-        n_in,
-        n_out,
-        n_hidden // out_blocks,
-        interleaved,
-        bias is not None,
-        keep,
-        tuning.is_wide(x, w1, w2, y),
-        *config.items(),
+    compiled_for = constants(
+        IN=in_features,
+        OUT=out_features,
+        K=blocks,
+        L=out_blocks,
+        P=n_in,
+        S=n_out,
+        RANK=n_hidden // out_blocks,
+        INTERLEAVED=interleaved,
+        HAS_BIAS=bias is not None,
+        KEEP=keep,
+        WIDE=tuning.is_wide(x, w1, w2, y),
+        BP=max(16, triton.next_power_of_2(n_in)),
+        BS=max(16, triton.next_power_of_2(n_out)),
+        **config,
     )
     launch(
         fused_kernel,
@@ -157,40 +157,6 @@ def fused(
         (x, w1, w2, y if bias is None else bias, y, h if keep else y),
         (tokens,),
         (*x.stride(), *w1.stride(), *w2.stride(), *h.stride()),
-        constants,
+        compiled_for,
     )
     return y, h
-
-
-@cache
-def fused_constants(
-    in_features: int,
-    out_features: int,
-    blocks: int,
-    out_blocks: int,
-    n_in: int,
-    n_out: int,
-    rank: int,
-    interleaved: bool,
-    has_bias: bool,
-    keep: bool,
-    wide: bool,
-    *config: tuple[str, int],
-) -> Constants:
-    """What the kernel is compiled for."""
-    return Constants(
-        IN=in_features,
-        OUT=out_features,
-        K=blocks,
-        L=out_blocks,
-        P=n_in,
-        S=n_out,
-        RANK=rank,
-        INTERLEAVED=interleaved,
-        HAS_BIAS=has_bias,
-        KEEP=keep,
-        WIDE=wide,
-        BP=max(16, triton.next_power_of_2(n_in)),
-        BS=max(16, triton.next_power_of_2(n_out)),
-        **dict(config),
-    )

@@ -4,14 +4,12 @@ A batched product writes block by block. This is the one pass that the interleav
 it moves each number once, in runs at both ends.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from monarch_rocm.kernels import tuning
-from monarch_rocm.kernels.launch import Constants, cdiv, launch
+from monarch_rocm.kernels.launch import cdiv, constants, launch
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -88,32 +86,16 @@ def interleave(
     if tokens == 0:
         return y
     tiles = cdiv(rows, config["BR"]) * cdiv(columns, config["BC"])
-    has_bias = bias is not None
-    constants = interleave_constants(
-        in_features, out_features, rows, columns, has_bias, tuning.is_wide(x, y), *config.items()
-    )
-    programs = cdiv(tokens, config["BT"]) * tiles
-    launch(interleave_kernel, programs, (x, y if bias is None else bias, y), (tokens,), x.stride(), constants)
-    return y
-
-
-@cache
-def interleave_constants(
-    in_features: int,
-    out_features: int,
-    rows: int,
-    columns: int,
-    has_bias: bool,
-    wide: bool,
-    *config: tuple[str, int],
-) -> Constants:
-    """What the kernel is compiled for."""
-    return Constants(
+    compiled_for = constants(
         IN=in_features,
         OUT=out_features,
         ROWS=rows,
         COLUMNS=columns,
-        HAS_BIAS=has_bias,
-        WIDE=wide,
-        **dict(config),
+        HAS_BIAS=bias is not None,
+        WIDE=tuning.is_wide(x, y),
+        **config,
     )
+    programs = cdiv(tokens, config["BT"]) * tiles
+    tensors = (x, y if bias is None else bias, y)
+    launch(interleave_kernel, programs, tensors, (tokens,), x.stride(), compiled_for)
+    return y

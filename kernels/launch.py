@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,15 +26,18 @@ _compiled: dict[tuple[Any, ...], Ready] = {}
 
 
 class Constants(dict[str, Any]):
-    """Constexpr parameters and launch options of a kernel, made once for a shape and config.
+    """Constexpr parameters and launch options of a kernel, by name, made by `constants`.
 
-    Hashed by identity, so that a call costs no look at its parts: whoever makes one keeps it.
+    Hashed by identity, so that a launch costs no look at its parts.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+constants = cache(Constants)  # the same object for the same names and values
 
 
 def launch(

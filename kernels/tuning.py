@@ -238,8 +238,7 @@ def lookup(kernel: str, device: torch.device, dtype: torch.dtype, n_out: int, n_
 
     Tokens count by bucket.
     """
-    bucket = 1 << max(0, tokens - 1).bit_length()  # `bucket_of`, in line: this runs at every call
-    return _lookup(kernel, architecture(device), dtype.itemsize, n_out, n_in, bucket)
+    return _lookup(kernel, architecture(device), dtype.itemsize, n_out, n_in, bucket_of(tokens))
 
 
 def is_wide(*tensors: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -145,29 +145,32 @@ def _calibrate(
         if weight.is_meta or weight.is_complex():
             what = "is on the meta device" if weight.is_meta else f"has a weight of {weight.dtype}"
             raise ValueError(f"calibration cannot run: layer {name!r} {what}")
-    users, biases = Counter(), Counter()  # type: ignore[var-annotated]
-    for module in model.modules():
-        biases.update(id(parameter) for parameter in module._parameters.values())
-    for linear in chosen:
-        users[id(linear.weight)] += 1
+    owners = _owners(model)
     seen: dict[int, _Seen] = {}
     for linear, found in moments(model, chosen, batches).items():
         key, bias = id(linear.weight), linear._parameters["bias"]
-        shifts = users[key] == 1 and bias is not None and biases[id(bias)] == 1
+        shifts = bias is not None and len(owners[key]) == len(owners[id(bias)]) == 1
         both = found if key not in seen else seen[key].moments + found
         seen[key] = _Seen(both, shifts)
     return seen
 
 
-def _choose(model: nn.Module, filter_fn: FilterFn | None) -> tuple[dict[nn.Module, str], list[Skipped]]:
-    """The layers to replace with their names, and the linear ones that are left alone."""
+def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
+    """The modules that hold each parameter, by its id."""
     owners = defaultdict(set)
-    fused: set[nn.Module] = set()
-    compiled: set[nn.Module] = set()
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners[id(parameter)].add(module)
+    return owners
+
+
+def _choose(model: nn.Module, filter_fn: FilterFn | None) -> tuple[dict[nn.Module, str], list[Skipped]]:
+    """The layers to replace with their names, and the linear ones that are left alone."""
+    owners = _owners(model)
+    fused: set[nn.Module] = set()
+    compiled: set[nn.Module] = set()
+    for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             fused.update(filter(None, (getattr(module, name, None) for name in ("linear1", "linear2"))))
         if type(module).__name__ == "OptimizedModule":  # torch.compile's, which calls what it was given

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from monarch_rocm import batched
+from monarch_rocm.kernels.tuning import FEW
 from monarch_rocm.tracing import constant
 
 BACKENDS = ("auto", "triton", "torch", "reference")
@@ -19,7 +20,6 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_TRITON = (3, 4)
 WHOLE = ("chained", "fused")  # kernels that take a whole layer
 ALIGNED = 16  # tokens in which hidden features, whose tokens lie side by side, are loaded and stored wide
-FEW = 16  # tokens up to which a stage may run on the kernel made for generation
 
 
 def check_backend(backend: str) -> str:
@@ -199,16 +199,6 @@ def product_for(
     return _product(tuning.generation, path, dtype, device, n_out, n_in, *count)
 
 
-def fused_config(
-    path: str, dtype: torch.dtype, device: torch.device, factor1: Any, factor2: Any, tokens: int
-) -> dict[str, int] | None:
-    """Launch parameters of the fused kernel, None where it cannot serve the shape or does not win."""
-    if path == "torch":
-        return None
-    sizes = fused_sizes(factor1, factor2)
-    return None if sizes is None else config_for("fused", path, dtype, device, *sizes, tokens)
-
-
 def fused_sizes(factor1: Any, factor2: Any) -> tuple[int, int] | None:
     """By what the fused kernel's table is looked up, the widest sides of the layer and of its blocks;
     None where it cannot serve the shape.
@@ -255,7 +245,8 @@ def _route(
         _product(generation, path, dtype, device, n_out, n_in, tokens, aligned)
         for _, n_out, n_in in (factor1, factor2)
     )
-    fused = fused_config(path, dtype, device, factor1, factor2, tokens)
+    sizes = fused_sizes(factor1, factor2)
+    fused = None if sizes is None else config_for("fused", path, dtype, device, *sizes, tokens)
     chained = None
     if not keep and not (interleaved and fused is not None):  # which stores those without a pass
         chained = config_for("chained", path, dtype, device, *widest(factor1, factor2), tokens)
@@ -303,33 +294,61 @@ def linear(
     )
     factors = blkdiag1, blkdiag2, bias
     if chained is not None:
-        run = kernels().chained.chained
-        if not interleaved:
-            return run(x, *factors, out_features, chained), x.new_empty(0)
-        (out_blocks, n_out, _) = factor2
-        z = run(x, blkdiag1, blkdiag2, None, out_blocks * n_out, chained)
-        return interleave(z, out_blocks, n_out, out_features, bias, path), x.new_empty(0)
+        return run_chained(x, *factors, out_features, interleaved, chained, path), x.new_empty(0)
     if fused is not None:
         return kernels().fused.fused(x, *factors, out_features, interleaved, keep, fused)
     if first is not None and second is not None and first.kernel == second.kernel == "bdmv":
         layer = kernels().bdmv.bdmv_layer
         return layer(x, *factors, out_features, interleaved, first.config, second.config)
     (blocks, n_hidden, _), (out_blocks, n_out, n_in) = factor1, factor2
-    h = stage(x, blkdiag1, blocks * n_hidden, 1, 1, True, path, inside=True)
-    if second is not None and (second.kernel == "bdmv" or not interleaved):
-        group = n_out if interleaved else 1
-        y = second.run(h, blkdiag2, bias, out_features, n_in, group, False, second.config)
-    elif interleaved:
+    h = multiply(first, x, blkdiag1, None, blocks * n_hidden, 1, 1, True, inside=True)
+    if interleaved and (second is None or second.kernel != "bdmv"):
         # Many tokens: numbers that are stored one by one cost more than a pass.
-        z = stage(h, blkdiag2, out_blocks * n_out, n_in, 1, False, path)
+        z = multiply(second, h, blkdiag2, None, out_blocks * n_out, n_in, 1, False)
         y = interleave(z, out_blocks, n_out, out_features, bias, path)
     else:
-        y = stage(h, blkdiag2, out_features, n_in, 1, False, path)
-        y = y if bias is None else y.add_(bias)
+        y = multiply(second, h, blkdiag2, bias, out_features, n_in, n_out if interleaved else 1, False)
     if keep and first is None:
         # What autograd keeps has strides that are known from the shape alone, whatever suited the product.
         h = h.t().contiguous().t()
     return y, h
+
+
+def run_chained(
+    x: torch.Tensor,
+    blkdiag1: torch.Tensor,
+    blkdiag2: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    interleaved: bool,
+    config: dict[str, int],
+    path: str,
+) -> torch.Tensor:
+    """Outputs of a layer by the kernel that takes both stages in one launch, and a pass where interleaved."""
+    run = kernels().chained.chained
+    if not interleaved:
+        return run(x, blkdiag1, blkdiag2, bias, out_features, config)
+    out_blocks, n_out, _ = blkdiag2.shape
+    z = run(x, blkdiag1, blkdiag2, None, out_blocks * n_out, config)
+    return interleave(z, out_blocks, n_out, out_features, bias, path)
+
+
+def multiply(
+    product: Product | None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    group_in: int,
+    group_out: int,
+    hidden: bool,
+    inside: bool = False,
+) -> torch.Tensor:
+    """One stage `(tokens, in) -> (tokens, out_features)` by `product`, None for a batched one."""
+    if product is not None:
+        return product.run(x, w, bias, out_features, group_in, group_out, hidden, product.config)
+    y = batched.stage(x, w, out_features, group_in, group_out, hidden, inside)
+    return y if bias is None else y.add_(bias)
 
 
 def stage(
@@ -345,9 +364,7 @@ def stage(
     """One block-diagonal product `(tokens, in) -> (tokens, out_features)` on `path`."""
     _, n_out, n_in = w.shape
     product = product_for(path, x.dtype, x.device, n_out, n_in, x.shape[0])
-    if product is None:
-        return batched.stage(x, w, out_features, group_in, group_out, hidden, inside)
-    return product.run(x, w, None, out_features, group_in, group_out, hidden, product.config)
+    return multiply(product, x, w, None, out_features, group_in, group_out, hidden, inside)
 
 
 def stage_wgrad(

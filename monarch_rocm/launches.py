@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from monarch_rocm import batched, dispatch
+from monarch_rocm.kernels.tuning import FEW
 from monarch_rocm.shape import MonarchShape
 
 Config = dict[str, int]
@@ -232,12 +233,9 @@ def _chained_sizes(operation: Operation) -> tuple[int, int] | None:
 
 
 def _launch_chained(layer: Layer, operands: Tensors, config: Config) -> Tensors:
-    run = dispatch.kernels().chained.chained
-    if not layer.interleaved:
-        return (run(*operands, None, layer.out_features, config),)
-    blocks, n_out, _ = layer.factor2
-    z = run(*operands, None, blocks * n_out, config)
-    return (dispatch.interleave(z, blocks, n_out, layer.out_features, None, "auto"),)
+    x, w1, w2 = operands
+    y = dispatch.run_chained(x, w1, w2, None, layer.out_features, layer.interleaved, config, "auto")
+    return (y,)
 
 
 def _between(config: Config, least: int, **sizes: int) -> bool:
@@ -276,7 +274,7 @@ KERNELS = {
         staged=lambda config: (config["BT"] + config["BO"]) * config["BI"],
     ),
     "bdmv": Kernel(
-        sizes=lambda each: _stage_sizes(each) if each.tokens <= dispatch.FEW else None,
+        sizes=lambda each: _stage_sizes(each) if each.tokens <= FEW else None,
         launch=_launch_stage("bdmv"),
         # It takes all tokens at once, below 16 of them on the vector units out of registers.
         fits=lambda config, n_out, n_in, tokens: (

@@ -116,18 +116,18 @@ def _launches(
         factors = shape.factor1, shape.factor2
         interleaved = shape.layout == "interleaved"
         route = dispatch.route(path, dtype, device, *factors, interleaved, False, tokens)
-    whole = {"fused": route.fused} if route.chained is None else {"chained": route.chained}
-    for name, config in whole.items():
-        if config is not None:
-            features = shape.in_features + shape.out_features
-            yield kernel(name, config) | moved(features, shape.num_parameters)
-    if route.chained is None and route.fused is not None:
+    whole = moved(shape.in_features + shape.out_features, shape.num_parameters)
+    if route.chained is not None:
+        yield kernel("chained", route.chained) | whole
+    elif route.fused is not None:
+        yield kernel("fused", route.fused) | whole
         return
-    stages = zip((shape.factor1, shape.factor2), widths, (route.first, route.second), strict=True)
-    for (blocks, n_out, n_in), width, product in stages if route.chained is None else ():
-        op = "einsum" if path == "reference" else "bmm"
-        launch = {"op": op} if product is None else kernel(product.kernel, product.config)
-        yield launch | moved(width, blocks * n_out * n_in)
+    else:
+        stages = zip((shape.factor1, shape.factor2), widths, (route.first, route.second), strict=True)
+        for (blocks, n_out, n_in), width, product in stages:
+            op = "einsum" if path == "reference" else "bmm"
+            launch = {"op": op} if product is None else kernel(product.kernel, product.config)
+            yield launch | moved(width, blocks * n_out * n_in)
     direct = route.chained is None and route.second is not None and route.second.kernel == "bdmv"
     if not direct and shape.layout == "interleaved":
         config = None

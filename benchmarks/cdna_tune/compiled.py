@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from monarch_rocm.codegen import stored
-from monarch_rocm.codegen.compiling import compile_launch
+from monarch_rocm.codegen.compiling import compile_launch, start
 from monarch_rocm.codegen.layers import Launch, Layer, launches
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "cdna_tune"
@@ -97,11 +97,6 @@ def key_of(job: Job, launch: Launch) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
-def _start() -> None:
-    os.environ["TRITON_INTERPRET"] = "0"
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-
-
 def compile_job(job: Job) -> Code:
     """From the disk where it is there."""
     launch = launch_of(job)
@@ -154,5 +149,5 @@ def _conflicts() -> dict[str, float]:
 def compile_all(jobs: Iterable[Job], processes: int) -> Iterator[tuple[Job, Code]]:
     """Each job once, in order."""
     unique = list(dict.fromkeys(jobs))
-    with ProcessPoolExecutor(processes, get_context("spawn"), _start) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), start) as pool:
         yield from zip(unique, pool.map(compile_job, unique, chunksize=4), strict=True)

@@ -24,6 +24,7 @@ from statistics import mean, median
 
 from cdna_tune import compiled, model, ptx, search
 from cdna_tune.classes import Class
+from monarch_rocm.codegen.compiling import start
 from monarch_rocm.codegen.layers import Layer
 
 PLACES = {
@@ -87,7 +88,7 @@ def main() -> None:
             values = tuple((key, value) for key, value in config.items() if key not in compiled.WORDS)
             jobs[case, str(config)] = compiled.Job("sm90", layer, PLACES[name][1], values)
     unique = list(dict.fromkeys(jobs.values()))
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn"), compiled._start) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn"), start) as pool:
         codes = dict(zip(unique, pool.map(compile_job, unique, chunksize=4), strict=True))
     on = model.chip("sm90")
     rows, everything = [], ([], [])

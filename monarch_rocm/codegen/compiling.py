@@ -56,11 +56,12 @@ def compile_layers(archs: Sequence[str], layers: Sequence[Layer]) -> Iterator[li
     """
     jobs = [(arch, layer) for arch in archs for layer in layers]
     processes = min(len(os.sched_getaffinity(0)), len(jobs))
-    with ProcessPoolExecutor(processes, get_context("spawn"), _start) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), start) as pool:
         yield from pool.map(_compile_layer, jobs)
 
 
-def _start() -> None:
+def start() -> None:
+    """Begin a process that compiles."""
     os.environ["TRITON_INTERPRET"] = "0"
     # Triton 3.9 warns in each process that 3.10 will have another default.
     warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")

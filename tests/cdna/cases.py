@@ -21,7 +21,7 @@ DTYPES = {2: (torch.bfloat16, torch.float16), 4: (torch.float32,)}
 # How kernels address memory: by buffer instructions, as for tensors below 2 GiB, by plain 64-bit
 # addresses, and by those with 64-bit offsets in the kernel.
 ADDRESSING = {"buffer": (True, False), "global": (False, False), "wide": (False, True)}
-FEW = 16  # tokens up to which dispatch takes bdmv
+FEW = tuning.FEW
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def sizes_of(case: Case) -> tuple[int, int, int]:
             preferred = [free, *(limit + 1 for limit in limits), *preferred]
         candidates.append([*preferred, *(limit + 1 for limit in limits), *limits, free])
     for out, depth, tokens in itertools.product(*candidates):
-        bucket = 1 << max(0, tokens - 1).bit_length()
+        bucket = tuning.bucket_of(tokens)
         found = tuning._lookup(case.kernel, case.arch, case.dtype.itemsize, out, depth, bucket)
         if found is rows[case.row]:
             return out, depth, tokens
