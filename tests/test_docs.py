@@ -66,7 +66,8 @@ def test_workflows_are_sound():
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         text = file.read_text()
         parsed = yaml.safe_load(text)
-        assert True in parsed, "YAML 1.1 reads the key `on` as true"
+        when = True  # as which YAML 1.1 reads the key `on`
+        assert when in parsed
         assert all("timeout-minutes" in job and "runs-on" in job for job in parsed["jobs"].values())
         steps = [step for job in parsed["jobs"].values() for step in job["steps"]]
         used = [step["uses"] for step in steps if "uses" in step]
