@@ -11,6 +11,7 @@ They are plain `define`/`impl` ops behind `autograd.Function`s, since `custom_op
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from monarch_rocm import autotune, dispatch
+from monarch_rocm import autotune, decompositions, dispatch
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.shape import MonarchShape
 
@@ -208,7 +209,13 @@ def _eager() -> bool:
 
 def _all_plain(args: tuple[Any, ...]) -> bool:
     """Whether no argument is of a tensor subclass."""
-    return not any([isinstance(arg, Tensor) and type(arg) not in (Tensor, Parameter) for arg in args])  # noqa: C419
+    for arg in args:  # noqa: SIM110
+        if type(arg) not in _PLAIN and isinstance(arg, Tensor):
+            return False
+    return True
+
+
+_PLAIN = (Tensor, Parameter, int, bool, str, NoneType)
 
 
 def _call(function: type[Function], *args: Any) -> Any:
@@ -317,44 +324,73 @@ class Linear(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        x, blkdiag1, blkdiag2, _, _, ctx.layout, keep, ctx.backend = inputs
-        need_x, need_1, need_2 = ctx.needs_input_grad[:3]
-        recompute = need_2 and not keep
+        x, blkdiag1, blkdiag2, _, _, layout, keep, backend = inputs
         ctx.set_materialize_grads(False)
-        ctx.in_features = x.shape[-1]
-        ctx.factor1, ctx.factor2 = blkdiag1.shape, blkdiag2.shape
-        ctx.save_for_backward(
-            x if need_1 or recompute else None,
-            blkdiag1 if need_x or recompute else None,
-            blkdiag2 if need_x or need_1 else None,
-            output[1] if need_2 and keep else None,
-        )
+        _save(ctx, x, blkdiag1, blkdiag2, output[1] if keep else None, layout, backend)
 
     @staticmethod
     def backward(ctx, dy, dh):  # type: ignore[no-untyped-def]
+        if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+            dh = None  # zeros, which Dynamo makes of an output that no one else reads
+        return _linear_backward(ctx, *ctx.saved_tensors, dy, dh)
+
+
+class EagerLinear(Function):
+    """`Linear` in the form that costs the host least, for eager calls; returns y.
+
+    The hidden features that it keeps have no graph: a backward pass that is itself to be differentiated
+    computes them once more.
+    """
+
+    @staticmethod
+    def forward(ctx, x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend):  # type: ignore[no-untyped-def]
+        y, h = _run(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
+        _save(ctx, x, blkdiag1, blkdiag2, h if keep else None, layout, backend)
+        return _like(y, x)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, blkdiag1, blkdiag2, h = ctx.saved_tensors
-        need_x, need_1, need_2, need_bias = ctx.needs_input_grad[:4]
-        blocks, n_out, n_in = ctx.factor2
-        backend = ctx.backend
-        dx = d1 = d2 = dbias = None
-        if dy is not None and need_bias:
-            dbias = dy.sum_to_size(dy.shape[-1])
-        if dy is not None and (need_x or need_1 or need_2):
-            if ctx.layout == "interleaved":
-                dy = _call(Interleave, dy, n_out, blocks, blocks * n_out, backend)
-            if need_2:
-                if h is None:
-                    h = _call(Stage, x, blkdiag1, blocks * n_in, 1, 1, True, backend)
-                d2 = _call(StageWgrad, dy, h, *ctx.factor2, 1, n_in, backend)
-            if need_x or need_1:
-                through = _call(Stage, dy, blkdiag2.mH, blocks * n_in, 1, n_in, True, backend)
-                dh = through if dh is None else dh + through
-        if dh is not None:
-            if need_1:
-                d1 = _call(StageWgrad, dh, x, *ctx.factor1, 1, 1, backend)
-            if need_x:
-                dx = _call(Stage, dh, blkdiag1.mH, ctx.in_features, 1, 1, False, backend)
-        return dx, d1, d2, dbias, None, None, None, None
+        if torch.is_grad_enabled():
+            h = None
+        return _linear_backward(ctx, x, blkdiag1, blkdiag2, h, dy, None)
+
+
+def _save(ctx, x, blkdiag1, blkdiag2, h, layout, backend):  # type: ignore[no-untyped-def]
+    need_x, need_1, need_2 = ctx.needs_input_grad[:3]
+    ctx.layout, ctx.backend, ctx.in_features = layout, backend, x.shape[-1]
+    ctx.factor1, ctx.factor2 = blkdiag1.shape, blkdiag2.shape
+    ctx.save_for_backward(
+        x if need_1 or need_2 else None,
+        blkdiag1 if need_x or need_2 else None,
+        blkdiag2 if need_x or need_1 else None,
+        h if need_2 else None,
+    )
+
+
+def _linear_backward(ctx, x, blkdiag1, blkdiag2, h, dy, dh):  # type: ignore[no-untyped-def]
+    need_x, need_1, need_2, need_bias = ctx.needs_input_grad[:4]
+    blocks, n_out, n_in = ctx.factor2
+    backend = ctx.backend
+    dx = d1 = d2 = dbias = None
+    if dy is not None and need_bias:
+        dbias = dy.sum_to_size(dy.shape[-1])
+    if dy is not None and (need_x or need_1 or need_2):
+        if ctx.layout == "interleaved":
+            dy = _call(Interleave, dy, n_out, blocks, blocks * n_out, backend)
+        if need_2:
+            if h is None:
+                h = _call(Stage, x, blkdiag1, blocks * n_in, 1, 1, True, backend)
+            d2 = _call(StageWgrad, dy, h, *ctx.factor2, 1, n_in, backend)
+        if need_x or need_1:
+            through = _call(Stage, dy, blkdiag2.mH, blocks * n_in, 1, n_in, True, backend)
+            dh = through if dh is None else dh + through
+    if dh is not None:
+        if need_1:
+            d1 = _call(StageWgrad, dh, x, *ctx.factor1, 1, 1, backend)
+        if need_x:
+            dx = _call(Stage, dh, blkdiag1.mH, ctx.in_features, 1, 1, False, backend)
+    return dx, d1, d2, dbias, None, None, None, None
 
 
 def _register(name: str, function: type[Function], impl: Any) -> None:
@@ -397,13 +433,15 @@ def monarch_linear(
     out_features, layout = shape.out_features, shape.layout
     operands = (x, blkdiag1, blkdiag2) if bias is None else (x, blkdiag1, blkdiag2, bias)
     if not _eager() or not _all_plain(operands):
+        if torch.compiler.is_compiling():
+            decompositions.register()
         gradients = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
         keep = gradients and not recompute
         y, _ = Linear.apply(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
     elif torch.is_grad_enabled() and any([operand.requires_grad for operand in operands]):  # noqa: C419
         keep = blkdiag2.requires_grad and not recompute
         arguments = (x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
-        y, _ = super(Function, Linear.Eager).apply(*arguments)  # type: ignore[attr-defined]
+        y = super(Function, EagerLinear).apply(*arguments)  # type: ignore[misc]
     else:
         y, _ = _run(x, blkdiag1, blkdiag2, bias, out_features, layout, False, backend)
         y = _like(y, x)

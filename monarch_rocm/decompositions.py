@@ -1,0 +1,137 @@
+"""What `torch.compile` sees of a layer whose stages are batched products: those products.
+
+A registered op is opaque to a compiler, and costs the host more than a product does. Where `dispatch`
+would run batched products on a GPU anyway, the compiler gets them in the op's place: what lies between
+them, the passes between layouts above all, fuses with what stands around the layer, and the products are
+called directly. Ops that run a kernel stay ops, as do all of them where tokens are not known when
+compiling, since the path depends on them.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import TracingContext
+
+from monarch_rocm import autotune, batched, dispatch
+from monarch_rocm.tracing import constant
+
+OPAQUE = ("cpu",)  # devices on which ops stay: there `batched` chooses other orders in memory
+
+
+@constant
+def register() -> None:
+    """Tell PyTorch, once a process. Called while a layer is traced, when the compiler is loaded anyway."""
+    _register()
+
+
+@cache
+def _register() -> None:
+    if autotune.enabled():  # which measures ops when they run
+        return
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    for name, decompose in (
+        ("linear", _linear),
+        ("stage", _stage),
+        ("stage_wgrad", _stage_wgrad),
+        ("interleave", _interleave),
+    ):
+        torch.library.register_torch_dispatch(
+            f"monarch_rocm::{name}", ProxyTorchDispatchMode, partial(_rule, decompose)
+        )
+
+
+def _rule(decompose: Any, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Trace `decompose` in place of `op` where `torch.compile` traces and it can take its place."""
+    x = args[0]
+    known = all(type(size) is int and size for size in x.shape[:-1])
+    compiles = TracingContext.try_get() is not None and not torch.compiler.is_exporting()
+    if compiles and known and x.device.type not in OPAQUE:
+        with mode:
+            found = decompose(*args)
+        if found is not None:
+            return found
+    return mode.__torch_dispatch__(op, types, args, kwargs)
+
+
+def _linear(
+    x: Tensor,
+    blkdiag1: Tensor,
+    blkdiag2: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    layout: str,
+    keep: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor] | None:
+    path = dispatch.path_of(backend, x.dtype, x.device.type)
+    factor1, factor2 = blkdiag1.shape, blkdiag2.shape
+    interleaved = layout == "interleaved"
+    tokens = x.shape[:-1].numel()
+    route = dispatch.route(path, x.dtype, x.device, factor1, factor2, interleaved, keep, tokens)
+    if route != dispatch.BATCHED:
+        return None
+    (blocks, n_hidden, _), (out_blocks, n_out, n_in) = factor1, factor2
+    h = _hidden(_product(x, blkdiag1, 1, True), x, blocks * n_hidden)
+    width = out_blocks * n_out if interleaved else out_features
+    y = _features(_product(h, blkdiag2, n_in, False), x, width)
+    if interleaved:
+        y = _interleave(y, out_blocks, n_out, out_features, backend)
+    if bias is not None:
+        y = y + bias
+    return y, h if keep else x.new_empty(*x.shape[:-1], 0)
+
+
+def _stage(
+    x: Tensor, w: Tensor, out_features: int, group_in: int, group_out: int, hidden: bool, backend: str
+) -> Tensor | None:
+    path = dispatch.path_of(backend, x.dtype, x.device.type)
+    _, n_out, n_in = w.shape
+    tokens = x.shape[:-1].numel()
+    if dispatch.product_for(path, x.dtype, x.device, n_out, n_in, tokens) is not None:
+        return None
+    if not hidden:
+        return _features(_product(x, w, group_in, False), x, out_features)
+    if group_out == 1:
+        # Recomputed hidden features: as a product, the compiler would find that it has them already.
+        return None
+    return _hidden(_product(x, w, group_in, True).transpose(0, 1), x, out_features)
+
+
+def _product(x: Tensor, w: Tensor, group_in: int, tokens_last: bool) -> Tensor:
+    """`(blocks, n_out, tokens)` or `(blocks, tokens, n_out)`."""
+    blocks, _, n_in = w.shape
+    a = batched.split(x.reshape(-1, x.shape[-1]), blocks, n_in, group_in)
+    return torch.bmm(w, a.mT) if tokens_last else torch.bmm(a, w.mT)
+
+
+def _hidden(product: Tensor, x: Tensor, features: int) -> Tensor:
+    """Hidden features with the leading dimensions of `x`, from their two indices and tokens."""
+    return product.reshape(features, *x.shape[:-1]).movedim(0, -1)
+
+
+def _features(product: Tensor, x: Tensor, features: int) -> Tensor:
+    """Features block by block with the leading dimensions of `x`."""
+    y = product.transpose(0, 1).reshape(*x.shape[:-1], -1)
+    return y[..., :features].contiguous()
+
+
+def _stage_wgrad(
+    g: Tensor, a: Tensor, blocks: int, n_out: int, n_in: int, group_out: int, group_in: int, backend: str
+) -> Tensor | None:
+    path = dispatch.path_of(backend, g.dtype, g.device.type)
+    g, a = (each.reshape(-1, each.shape[-1]) for each in (g, a))
+    if dispatch.config_for("bdmm_wgrad", path, g.dtype, g.device, n_out, n_in, g.shape[0]) is not None:
+        return None
+    return batched.stage_wgrad(g, a, blocks, n_out, n_in, group_out, group_in)
+
+
+def _interleave(x: Tensor, rows: int, columns: int, out_features: int, backend: str) -> Tensor:
+    # Also where a kernel wins alone: a pass that fuses with its neighbour costs nothing.
+    y = F.pad(x, (0, rows * columns - x.shape[-1])).unflatten(-1, (rows, columns))
+    return y.transpose(-1, -2).flatten(-2)[..., :out_features].contiguous()
