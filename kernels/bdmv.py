@@ -15,7 +15,7 @@ import triton.language as tl
 from monarch_rocm.hidden import new_hidden
 from monarch_rocm.kernels import tuning
 from monarch_rocm.kernels.bdmm import launch_stage, locate, stage_arguments, strides_of
-from monarch_rocm.kernels.launch import MOST, again, cdiv, launch, watched
+from monarch_rocm.kernels.launch import MOST, again, bind, cdiv, current_stream, launch, watched
 from monarch_rocm.kernels.order import place_of_program
 
 
@@ -54,11 +54,13 @@ def bdmv_kernel(
     XCDS: tl.constexpr,
     OVERLAP: tl.constexpr,
     FULL: tl.constexpr,
+    DEAL: tl.constexpr,
     BT: tl.constexpr,
     BO: tl.constexpr,
     BI: tl.constexpr,
 ):
     # FULL: there are BT tokens, so that no mask keeps the loads of hidden features narrow.
+    # DEAL: blocks that outputs are dealt to, so that the next stage reads block by block; 1: they stay.
     # OVERLAP 0: launches follow each other; 1: wait first; 2: read weights first, which the previous
     # launch does not write, nor any before it, since it waited for those.
     TILES: tl.constexpr = (N_OUT + BO - 1) // BO
@@ -104,6 +106,8 @@ def bdmv_kernel(
             o_col = o_col.to(tl.int64)
         b_w = tl.load(p_w + o_col[None, :] * stride_w_i, mask=m_o[:, None] & (o_i < N_IN)[None, :], other=0.0)
 
+    if DEAL > 1:
+        o_y = (o_y % DEAL) * (OUT // DEAL) + o_y // DEAL
     m_o = m_o & (o_y < OUT)
     if HAS_BIAS:
         b_y += tl.load(bias + o_y, mask=m_o, other=0.0).to(tl.float32)[:, None]
@@ -122,7 +126,7 @@ def bdmv(
     config: dict[str, int],
 ) -> torch.Tensor:
     """What `bdmm` computes, for at most `config["BT"]` tokens; arguments and result are the same."""
-    config = _complete(config, x, follows=False)
+    config = _complete(config, x, 1, follows=False)
     return launch_stage(bdmv_kernel, 1, x, w, bias, out_features, group_in, group_out, hidden, config)
 
 
@@ -133,8 +137,10 @@ def bdmv_layer(
     bias: torch.Tensor | None,
     out_features: int,
     interleaved: bool,
+    keep: bool,
     config1: dict[str, int],
     config2: dict[str, int],
+    kind: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both stages on `x (tokens, in_features)`, at most `BT` of each config.
 
@@ -146,65 +152,64 @@ def bdmv_layer(
         bias (Tensor, optional): `(out_features,)`, contiguous.
         out_features (int): features that are kept.
         interleaved (bool): the layout.
+        keep (bool): return the hidden features, which else lie as suits the launches.
         config1, config2 (dict): launch parameters of each stage.
+        kind (object, optional): the same object for calls that are alike in dtype, device, shapes of the
+            factors, `interleaved`, `keep` and configs; without it, nothing is remembered.
 
     Returns:
-        (Tensor, Tensor): `(tokens, out_features)`, contiguous, and `(tokens, K*Q)` as `new_hidden` says.
+        (Tensor, Tensor): `(tokens, out_features)`, contiguous, and with `keep` `(tokens, K*Q)` as
+        `new_hidden` says.
     """
     (blocks, n_hidden, _), (out_blocks, n_out, n_in) = w1.shape, w2.shape
     tokens, device = x.shape[0], x.get_device()
-    h = new_hidden(x, (tokens,), blocks * n_hidden)
+    # Either the second stage reads a number of each token in one go, or the first writes as many of a
+    # token as its rows hold for a block: whichever are more lie side by side.
+    dealt = not keep and config1["BO"] >= tokens * out_blocks
+    if dealt:
+        h = torch.empty(tokens, blocks * n_hidden, dtype=x.dtype, device=x.device)
+    else:
+        h = new_hidden(x, (tokens,), blocks * n_hidden)
     y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
-    key = (
-        id(config1),
-        id(config2),
-        x.shape,
-        strides_of(x),
-        x.dtype,
-        device,
-        w1.shape,
-        w1.stride(),
-        w2.shape,
-        w2.stride(),
-        bias is None,
-        out_features,
-        interleaved,
-        (x.data_ptr() | w1.data_ptr() | w2.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16,
-    )
+    pointers = x.data_ptr() | w1.data_ptr() | w2.data_ptr() | (0 if bias is None else bias.data_ptr())
+    strides = strides_of(x), w1.stride(), w2.stride()
+    key = (id(kind), x.shape, *strides, bias is None, out_features, dealt, pointers % 16)
     known = _layers.get(key)
     if known is not None and device == torch.cuda.current_device() and not watched():
-        programs1, ready1, rest1, programs2, ready2, rest2, _ = known
-        again(ready1, programs1, device, (x, w1, h, h, *rest1))
-        again(ready2, programs2, device, (h, w2, y if bias is None else bias, y, *rest2))
+        first, programs1, second, programs2, _ = known
+        stream = current_stream(device)
+        again(first, programs1, stream, (x, w1, h, h))
+        again(second, programs2, stream, (h, w2, y if bias is None else bias, y))
         return y, h
     if tokens == 0:
         return y, h
-    given = config1, config2
-    config1, config2 = _complete(config1, x, follows=False), _complete(config2, x, follows=True)
+    config1 = _complete(config1, x, out_blocks if dealt else 1, follows=False)
+    config2 = _complete(config2, x, 1, follows=True)
+    group_in, group_out = 1 if dealt else n_in, n_out if interleaved else 1
     arguments1 = stage_arguments(x, w1, None, h, 1, 1, config1)
-    arguments2 = stage_arguments(h, w2, bias, y, n_in, n_out if interleaved else 1, config2)
+    arguments2 = stage_arguments(h, w2, bias, y, group_in, group_out, config2)
     programs1, programs2 = blocks * cdiv(n_hidden, config1["BO"]), out_blocks * cdiv(n_out, config2["BO"])
-    ready1 = launch(bdmv_kernel, programs1, *arguments1)
-    ready2 = launch(bdmv_kernel, programs2, *arguments2)
+    first = launch(bdmv_kernel, programs1, *arguments1)
+    second = launch(bdmv_kernel, programs2, *arguments2)
     # New tensors are aligned, so that what was compiled serves the next ones too.
-    if ready1 is not None and ready2 is not None and key[-1] == 0 and not torch.version.hip:
-        rest1, rest2 = ((*scalars, *strides) for _, scalars, strides, _ in (arguments1, arguments2))
+    if kind and first and second and key[-1] == 0 and not torch.version.hip:
+        first, second = bind(first, *arguments1[1:3]), bind(second, *arguments2[1:3])
         if len(_layers) >= MOST:
             _layers.clear()
-        # While an entry holds the configs, no others have their ids.
-        _layers[key] = (programs1, ready1, rest1, programs2, ready2, rest2, given)
+        # While an entry holds the kind, no other object has its id.
+        _layers[key] = first, programs1, second, programs2, kind
     return y, h
 
 
 _layers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
-def _complete(config: dict[str, int], x: torch.Tensor, follows: bool) -> dict[str, int]:
+def _complete(config: dict[str, int], x: torch.Tensor, deal: int, follows: bool) -> dict[str, int]:
     """A config with what the call adds; `follows` where the launch before is `bdmv` and did not write `w`."""
     overlap = 0
     if overlaps(x.device):
         overlap = 2 if follows else 1
-    config = config | {"FULL": x.shape[0] == config["BT"], "OVERLAP": overlap}
+    config = config | {"FULL": x.shape[0] == config["BT"], "DEAL": deal, "OVERLAP": overlap}
     return config | {"launch_pdl": True} if overlap else config
 
 

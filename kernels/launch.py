@@ -19,8 +19,8 @@ from triton.runtime import driver
 from monarch_rocm.kernels import tuning
 
 MOST = 2**14  # keys that are remembered: strides of hidden features change with the tokens
-# A compiled kernel's `run`, what that wants next, the constants in the kernel's order, and the kernel
-# itself, which unloads its code when it is forgotten.
+# A compiled kernel's `run`, what that wants next, the last arguments in the kernel's order, which are its
+# constants, and the kernel itself, which unloads its code when it is forgotten.
 Ready = tuple[Any, Any, Any, tuple[Any, ...], Any]
 _compiled: dict[tuple[Any, ...], Ready] = {}
 
@@ -74,7 +74,7 @@ def launch(
         key += tuple([each.untyped_storage().nbytes() < 2**31 for each in tensors])
     ready = _compiled.get(key)
     if ready is not None and not watched():
-        again(ready, programs, device, (*tensors, *scalars, *strides))
+        again(ready, programs, current_stream(device), (*tensors, *scalars, *strides))
         return ready
     with compiling(tuning.architecture(tensors[0].device), tensors[0].itemsize):
         compiled = kernel[(programs,)](*tensors, *scalars, *strides, **constants)
@@ -88,11 +88,21 @@ def launch(
     return ready
 
 
-def again(ready: Ready, programs: int, device: int, arguments: tuple[Any, ...]) -> None:
-    """Launch what was compiled, on the current device, which must be `device`."""
-    run, function, metadata, values, _ = ready
-    stream = driver.active.get_current_stream(device)
-    run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
+def again(ready: Ready, programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+    """Launch what was compiled, on a stream of the current device."""
+    run, function, metadata, last, _ = ready
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *last)
+
+
+def bind(ready: Ready, scalars: tuple[int, ...], strides: tuple[int, ...]) -> Ready:
+    """What `again` can launch given the tensors alone."""
+    run, function, metadata, last, compiled = ready
+    return run, function, metadata, (*scalars, *strides, *last), compiled
+
+
+def current_stream(device: int) -> int:
+    """The handle of that device's current stream."""
+    return driver.active.get_current_stream(device)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -289,9 +289,8 @@ def linear(
     The hidden features are in plain order and lie as `new_hidden` says; they may be missing unless `keep`.
     """
     factor1, factor2 = blkdiag1.shape, blkdiag2.shape
-    chained, fused, first, second = route(
-        path, x.dtype, x.device, factor1, factor2, interleaved, keep, x.shape[0]
-    )
+    found = route(path, x.dtype, x.device, factor1, factor2, interleaved, keep, x.shape[0])
+    chained, fused, first, second = found
     factors = blkdiag1, blkdiag2, bias
     if chained is not None:
         return run_chained(x, *factors, out_features, interleaved, chained, path), x.new_empty(0)
@@ -299,7 +298,7 @@ def linear(
         return kernels().fused.fused(x, *factors, out_features, interleaved, keep, fused)
     if first is not None and second is not None and first.kernel == second.kernel == "bdmv":
         layer = kernels().bdmv.bdmv_layer
-        return layer(x, *factors, out_features, interleaved, first.config, second.config)
+        return layer(x, *factors, out_features, interleaved, keep, first.config, second.config, found)
     (blocks, n_hidden, _), (out_blocks, n_out, n_in) = factor1, factor2
     h = multiply(first, x, blkdiag1, None, blocks * n_hidden, 1, 1, True, inside=True)
     if interleaved and (second is None or second.kernel != "bdmv"):

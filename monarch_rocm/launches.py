@@ -21,6 +21,7 @@ from monarch_rocm.shape import MonarchShape
 Config = dict[str, int]
 Tensors = tuple[Tensor, ...]
 Draw = Callable[..., Tensor]
+Sizes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -175,39 +176,56 @@ class Kernel:
     """How `tune` treats a kernel.
 
     Args:
-        sizes: (n_out, n_in) by which its table is looked up for an operation; None where it cannot
+        sizes: each (n_out, n_in) by which its table is looked up for an operation; none where it cannot
             serve it.
         launch: run it on an operation's operands with a config.
         fits: whether a config makes sense for (n_out, n_in, tokens).
         staged: numbers that a stage of its loop holds in shared memory.
     """
 
-    sizes: Callable[[Any], tuple[int, int] | None]
+    sizes: Callable[[Any], Sizes]
     launch: Callable[[Any, Tensors, Config], Tensors]
     fits: Callable[[Config, int, int, int], bool]
     staged: Callable[[Config], int]
 
 
-def _stage_sizes(operation: Operation) -> tuple[int, int] | None:
-    return (operation.n_out, operation.n_in) if isinstance(operation, Stage) else None
+def _stage_sizes(operation: Operation) -> Sizes:
+    return ((operation.n_out, operation.n_in),) if isinstance(operation, Stage) else ()
 
 
-def _fused_sizes(operation: Operation) -> tuple[int, int] | None:
+def _bdmv_sizes(operation: Operation) -> Sizes:
+    # Forward it runs whole layers, between whose stages it orders hidden features in its own way.
+    if operation.tokens > FEW:
+        return ()
+    if isinstance(operation, Layer):
+        return tuple({operation.factor1[1:]: None, operation.factor2[1:]: None})
+    return _stage_sizes(operation) if isinstance(operation, Stage) and operation.gradient else ()
+
+
+def _fused_sizes(operation: Operation) -> Sizes:
     if not isinstance(operation, Layer):
-        return None
-    return dispatch.fused_sizes(operation.factor1, operation.factor2)
+        return ()
+    sizes = dispatch.fused_sizes(operation.factor1, operation.factor2)
+    return () if sizes is None else (sizes,)
 
 
-def _launch_stage(name: str) -> Callable[[Stage, Tensors, Config], Tensors]:
-    def launch(stage: Stage, operands: Tensors, config: Config) -> Tensors:
-        run = getattr(getattr(dispatch.kernels(), name), name)
-        if name == "bdmm" and not stage.hidden and stage.group_out != 1:  # as `dispatch.linear` does it
-            z = run(*operands, None, stage.blocks * stage.n_out, stage.group_in, 1, False, config)
-            return (dispatch.interleave(z, stage.blocks, stage.n_out, stage.out_features, None, "auto"),)
-        groups = (stage.group_in, stage.group_out)
-        return (run(*operands, None, stage.out_features, *groups, stage.hidden, config),)
+def _launch_bdmm(stage: Stage, operands: Tensors, config: Config) -> Tensors:
+    run = dispatch.kernels().bdmm.bdmm
+    if not stage.hidden and stage.group_out != 1:  # as `dispatch.linear` does it
+        z = run(*operands, None, stage.blocks * stage.n_out, stage.group_in, 1, False, config)
+        return (dispatch.interleave(z, stage.blocks, stage.n_out, stage.out_features, None, "auto"),)
+    groups = (stage.group_in, stage.group_out)
+    return (run(*operands, None, stage.out_features, *groups, stage.hidden, config),)
 
-    return launch
+
+def _launch_bdmv(operation: Layer | Stage, operands: Tensors, config: Config) -> Tensors:
+    kernel = dispatch.kernels().bdmv
+    if isinstance(operation, Stage):
+        groups = (operation.group_in, operation.group_out)
+        return (kernel.bdmv(*operands, None, operation.out_features, *groups, operation.hidden, config),)
+    kind = (operation.out_features, operation.interleaved, operation.keep)
+    y, h = kernel.bdmv_layer(*operands, None, *kind, config, config)
+    return (y, h) if operation.keep else (y,)
 
 
 def _launch_wgrad(wgrad: Wgrad, operands: Tensors, config: Config) -> Tensors:
@@ -226,10 +244,10 @@ def _launch_fused(layer: Layer, operands: Tensors, config: Config) -> Tensors:
     return (y, h) if layer.keep else (y,)
 
 
-def _chained_sizes(operation: Operation) -> tuple[int, int] | None:
+def _chained_sizes(operation: Operation) -> Sizes:
     if not isinstance(operation, Layer) or operation.keep:
-        return None
-    return dispatch.widest(operation.factor1, operation.factor2)
+        return ()
+    return (dispatch.widest(operation.factor1, operation.factor2),)
 
 
 def _launch_chained(layer: Layer, operands: Tensors, config: Config) -> Tensors:
@@ -250,13 +268,13 @@ def _between(config: Config, least: int, **sizes: int) -> bool:
 # In the order of measurement: a kernel competes with what "auto" takes without it.
 KERNELS = {
     "interleave": Kernel(
-        sizes=lambda each: (each.rows, each.columns) if isinstance(each, Interleave) else None,
+        sizes=lambda each: ((each.rows, each.columns),) if isinstance(each, Interleave) else (),
         launch=_launch_interleave,
         fits=lambda config, rows, columns, tokens: _between(config, 1, BT=tokens, BR=rows, BC=columns),
         staged=lambda config: config["BT"] * config["BR"] * config["BC"],
     ),
     "bdmm_wgrad": Kernel(
-        sizes=lambda each: (each.n_out, each.n_in) if isinstance(each, Wgrad) else None,
+        sizes=lambda each: ((each.n_out, each.n_in),) if isinstance(each, Wgrad) else (),
         launch=_launch_wgrad,
         fits=lambda config, n_out, n_in, tokens: (
             _between(config, 64, BO=n_out, BI=n_in) and _between(config, 16, BT=tokens)
@@ -265,7 +283,7 @@ KERNELS = {
     ),
     "bdmm": Kernel(
         sizes=_stage_sizes,
-        launch=_launch_stage("bdmm"),
+        launch=_launch_bdmm,
         fits=lambda config, n_out, n_in, tokens: (
             _between(config, 64, BT=tokens)
             and _between(config, min(64, tokens), BO=n_out)
@@ -274,8 +292,8 @@ KERNELS = {
         staged=lambda config: (config["BT"] + config["BO"]) * config["BI"],
     ),
     "bdmv": Kernel(
-        sizes=lambda each: _stage_sizes(each) if each.tokens <= FEW else None,
-        launch=_launch_stage("bdmv"),
+        sizes=_bdmv_sizes,
+        launch=_launch_bdmv,
         # It takes all tokens at once, below 16 of them on the vector units out of registers.
         fits=lambda config, n_out, n_in, tokens: (
             config["BT"] in (tokens, 16)
@@ -323,8 +341,7 @@ def tasks(operations: tuple[Operation, ...]) -> Iterator[Task]:
     for name, kernel in KERNELS.items():
         rows: dict[tuple[int, int, int], dict[Operation, None]] = {}
         for operation in operations:
-            sizes = kernel.sizes(operation)
-            if sizes is not None:
+            for sizes in kernel.sizes(operation):
                 rows.setdefault((*sizes, operation.tokens), {})[operation] = None
         for (n_out, n_in, tokens), served in rows.items():
             yield Task(name, n_out, n_in, tokens, tuple(served))

@@ -238,13 +238,22 @@ def is_faster(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 
 
 def taken(task: Task, found: Sequence[Found]) -> str:
-    """What "auto" takes where the task's kernel could serve: a kernel's name or PyTorch's product.
+    """What "auto" takes where the task's kernel could serve: a kernel's name, PyTorch's product, or for
+    whole layers what it takes stage by stage.
 
-    Each kernel was measured against what "auto" took without it, so that the last winner is taken.
+    Each kernel was measured against what "auto" took without it, so that the last winner is taken. The
+    one for few tokens, measured on whole layers, serves single stages of its sizes too.
     """
-    same = set(task.operations)
-    winners = [each.task.kernel for each in found if each.wins and same & set(each.task.operations)]
-    return winners[-1] if winners else PYTORCH
+
+    def serves(other: Task) -> bool:
+        if other.kernel == "bdmv" and task.kernel == "bdmm":
+            return (other.n_out, other.n_in, other.tokens) == (task.n_out, task.n_in, task.tokens)
+        return bool(set(task.operations) & set(other.operations))
+
+    winners = [each.task.kernel for each in found if each.wins and serves(each.task)]
+    if winners:
+        return winners[-1]
+    return AUTO if isinstance(task.operations[0], launches.Layer) else PYTORCH
 
 
 def table(found: Sequence[Found]) -> Table:

@@ -299,6 +299,7 @@ def test_remembered_launches_serve_new_tensors_and_only_their_own_kind(layout):
         wide = draw(16, 512)
         inputs = [draw(tokens, 256) for tokens in (1, 2, 3, 16)]
         inputs += [wide[:, :256], wide[:, 1:257], wide[:, ::2], draw(256, 5).t()]
+        torch.cuda.synchronize()  # what was drawn on this stream is read on others
         for x in inputs:
             for each in (bias, None):
                 with torch.cuda.stream(torch.cuda.Stream()):
