@@ -14,7 +14,10 @@ TITLES = {
     "forward": "forward",
     "train": "forward + backward",
     "decode": "generation, in a graph",
-    "stack": "GPT, training step",
+    "call": "host, a call",
+    "call for gradients": "host, a call that records gradients",
+    "stack": "training step of a GPT",
+    "stack on the GPU": "its kernels alone",
 }
 
 
@@ -59,7 +62,8 @@ def markdown(result, chosen=lambda row: True):
 def in_readme(row):
     """Some of every kind; docs/benchmarks.md has them all."""
     many = row["kind"] != "forward" or row["tokens"] >= 8192
-    return many and row["nblocks"] in (4, 16, 64) and row["tokens"] not in (4, 32768)
+    blocks = (4, 8) if row["kind"].startswith("stack") else (4, 16, 64)
+    return many and row["nblocks"] in blocks and row["tokens"] not in (4, 32768)
 
 
 def insert(text, table):

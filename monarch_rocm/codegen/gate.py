@@ -99,8 +99,9 @@ def judge(
 ) -> list[Failure]:
     """What the rows break that no exception allows, and exceptions for rows that break nothing.
 
-    Bank conflicts are judged where `executed` is of this very code. Without `budgets`, numbers are
-    compared with nothing; with them, each row must have one.
+    Bank conflicts are judged where `executed` is of this very code. Without `budgets`, as for another
+    Triton than theirs, numbers are compared with nothing, and an exception may be needless; with them,
+    each row must have one.
     """
     judged = [(row.key, rule, check(row)) for row in rows for rule, check in RULES.items()]
     for row in rows:
@@ -120,7 +121,7 @@ def judge(
             needed |= allowed
             if not allowed:
                 failures.append(Failure(rule, key, message))
-    for each in exceptions:
+    for each in exceptions if budgets is not None else ():
         if each not in needed and any(each.covers(rule, key) for key, rule, _ in judged):
             failures.append(Failure(each.rule, each.rows, "the exception is needed no more: remove it"))
     return failures
