@@ -332,7 +332,8 @@ class Linear(Function):
     def backward(ctx, dy, dh):  # type: ignore[no-untyped-def]
         if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
             dh = None  # zeros, which Dynamo makes of an output that no one else reads
-        return _linear_backward(ctx, *ctx.saved_tensors, dy, dh)
+        x, blkdiag1, blkdiag2, h = ctx.saved_tensors
+        return _linear_backward(ctx, x, blkdiag1, blkdiag2, h, dy, dh)
 
 
 class EagerLinear(Function):
