@@ -19,6 +19,7 @@ test-fast: $(VENV)/dev
 # Every shipped config of every kernel, compiled for CDNA and executed without a GPU: half an hour.
 test-cdna: $(VENV)/dev
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m cdna.census benchmarks/results
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m cdna.counts
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .

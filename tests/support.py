@@ -83,10 +83,10 @@ def make_operands(shape, dtype, lead=(9,), bias=True, device=DEVICE, seed=0):
     return x, w1, w2, draw(shape.out_features) if bias else None
 
 
-def run(shape, operands, backend, grad=None):
-    """Output and the gradients of all operands that require one."""
+def forward(shape, operands, backend):
+    """Output of a layer of that shape."""
     x, w1, w2, bias = operands
-    y = monarch_linear(
+    return monarch_linear(
         x,
         w1,
         w2,
@@ -96,6 +96,11 @@ def run(shape, operands, backend, grad=None):
         layout=shape.layout,
         backend=backend,
     )
+
+
+def run(shape, operands, backend, grad=None):
+    """Output and the gradients of all operands that require one."""
+    y = forward(shape, operands, backend)
     wanted = [t for t in operands if t is not None and t.requires_grad]
     grads = torch.autograd.grad(y, wanted, torch.ones_like(y) if grad is None else grad)
     return [y.detach(), *grads]

@@ -4,6 +4,7 @@ On a machine without a GPU the kernels run in Triton's interpreter.
 """
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -282,6 +283,30 @@ def test_current_stream_and_graph_capture_without_warm_up():
     x.copy_(torch.randn_like(x))
     graph.replay()
     assert torch.equal(y, monarch_linear(x, w1, w2, bias, backend="triton"))
+
+
+@by_layout
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("keep", [False, True])
+def test_few_tokens_with_hidden_features_dealt_or_not(layout, tokens, rows, keep):
+    """Dealt to their blocks where a program's rows hold as many of a block as there are tokens, and nobody
+    else reads them.
+    """
+    shape = make_shape((60, 52, (3, 4), 5), layout)
+    x, w1, w2, bias = (t.detach() for t in make_operands(shape, torch.float32, (tokens,)))
+    config = {"BT": 16, "BO": rows, "BI": 16, "num_warps": 1, "num_stages": 1}
+    bdmv = dispatch.kernels().bdmv
+    with mock.patch.object(bdmv, "launch", wraps=bdmv.launch) as launched:
+        kind = (shape.out_features, layout == "interleaved", keep)
+        y, h = bdmv.bdmv_layer(x, w1, w2, bias, *kind, config, config)
+    dealt = not keep and rows >= tokens * 4
+    assert [call.args[-1]["DEAL"] for call in launched.call_args_list] == [4 if dealt else 1, 1]
+    exact = run_dense(shape, (x, w1, w2, bias), torch.ones_like(y))[0]
+    plain = monarch_linear(x, w1, w2, bias, out_features=52, layout=layout, backend="torch")
+    assert_within_budget("y", y, plain, exact, depth=16)
+    if keep:
+        torch.testing.assert_close(h, batched.stage(x, w1, 60, 1, 1, True))
 
 
 @pytest.mark.gpu

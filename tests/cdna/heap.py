@@ -32,8 +32,8 @@ class Heap:
         self.written = np.zeros(len(self.halves), np.int32)  # after how many of its workgroup's barriers
 
     def allow(self, storage, where):
-        """Let the program touch the half-words of a storage that have these numbers."""
-        there = self.starts[storage] // 2 + where
+        """Let the program touch the half-words of a storage that have these numbers, an array or a slice."""
+        there = self._place(storage, where)
         self.allowed[there] = True
         self.halves[there] = self.storages[storage].view(U16)[where]
         self.held.append((storage, where))
@@ -41,7 +41,13 @@ class Heap:
     def give_back(self):
         """Write what the program may have written into the storages."""
         for storage, where in self.held:
-            self.storages[storage].view(U16)[where] = self.halves[self.starts[storage] // 2 + where]
+            self.storages[storage].view(U16)[where] = self.halves[self._place(storage, where)]
+
+    def _place(self, storage, where):
+        first = self.starts[storage] // 2
+        if isinstance(where, slice):
+            return slice(first + where.start, first + where.stop)
+        return first + where
 
     def address(self, storage, offset):
         return BASE + self.starts[storage] + offset

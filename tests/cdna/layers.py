@@ -13,6 +13,7 @@ from support import (
     LAYOUTS,
     assert_within_budget,
     error_over_budget,
+    forward,
     make_operands,
     make_shape,
     run,
@@ -32,8 +33,8 @@ SIZES = [
     (64, 64, 16, None),
     (300, 160, 2, 70),
 ]
-TOKENS = (37, 5)  # through bdmm, through bdmv
-OUTPUTS = ("y", "dx", "dblkdiag1", "dblkdiag2", "dbias")
+TOKENS = (37, 5, 1)  # through bdmm, through bdmv, and with hidden features dealt to their blocks
+OUTPUTS = ("y", "dx", "dblkdiag1", "dblkdiag2", "dbias", "y without gradients")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def some_layers() -> list[Layer]:
     """Each shape and number of tokens once, and each layout, dtype and architecture with each other."""
     chosen = []
     for i, (sizes, tokens) in enumerate(itertools.product(SIZES, TOKENS)):
-        turn = LAYOUTS[(i + i // 4) % 2], DTYPES[i % 3], ARCHS[(i + i // 3) % 3], list(ADDRESSING)[i // 4]
+        turn = LAYOUTS[(i + i // 4) % 2], DTYPES[i % 3], ARCHS[(i + i // 3) % 3], list(ADDRESSING)[i // 6]
         chosen.append(Layer(sizes, tokens, *turn))
     return chosen
 
@@ -77,8 +78,11 @@ def try_layer(case: Layer) -> dict[str, Any]:
         buffers, wide = ADDRESSING[case.addressing]
         with on_cdna(case.arch, buffers, wide=wide) as backend:
             got = run(shape, operands, "triton", grad)
+            with torch.no_grad():
+                alone = forward(shape, operands, "triton")
         plain = run(shape, operands, "torch", grad)
     exact = run_dense(shape, operands, grad)
+    got, plain, exact = [*got, alone], [*plain, plain[0]], [*exact, exact[0]]
     errors = []
     for name, *values in zip(OUTPUTS, got, plain, exact, strict=True):
         depth = max(shape.P, shape.R, case.tokens)
