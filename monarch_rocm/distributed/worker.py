@@ -1,0 +1,106 @@
+"""The actors of a run: one worker in each process, and one supervisor that owns them. Needs torchmonarch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.actor import Actor, HostMesh, current_rank, current_size, default_bootstrap_cmd, endpoint
+
+from monarch_rocm.distributed import loop
+
+
+def whereabouts() -> tuple[str, str, str]:
+    """Names of the machine and of the namespace that process ids of this process are from."""
+    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return (
+        socket.gethostname(),
+        boot.read_text().strip() if boot.exists() else "",
+        os.readlink(space) if space.exists() else "",
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
+
+
+def command_here() -> BootstrapCommand:
+    """How processes are started on this machine: they import from where this program does.
+
+    On ROCm they import torch first: its libraries must be there before torchmonarch looks for the system's.
+    """
+    paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    if torch.version.hip is None:
+        return default_bootstrap_cmd().with_env(paths)
+    main = "monarch._src.actor.bootstrap_main"
+    code = f"import torch, runpy; runpy.run_module({main!r}, run_name='__main__', alter_sys=True)"
+    return BootstrapCommand(sys.executable, None, ["-c", code], paths)
+
+
+class Worker(Actor):
+    """Does one job."""
+
+    @endpoint
+    def ready(self, attempt: int, port: Any, job: bytes) -> None:
+        """Say where this process is, and import what the job needs."""
+        rank = current_rank().rank
+        port.send(("hello", attempt, rank, os.getpid(), whereabouts(), _free_port()))
+        try:
+            import torch._dynamo  # noqa: F401, what optimizers and DDP would import at their first use
+
+            self._job = pickle.loads(job)
+        except Exception as error:
+            port.send(("failed", attempt, rank, loop.failure(rank, "build", None, error)))
+        else:
+            port.send(("ready", attempt, rank))
+
+    @endpoint
+    def work(self, attempt: int, port: Any, address: str, number: int) -> None:
+        """Do the job; rank 0 answers at `address` and port `number`."""
+        point, sizes = current_rank(), current_size()
+        local = sizes["procs"]
+        ranks = 1
+        for size in sizes.values():
+            ranks *= size
+        seat = loop.Seat(point.rank, ranks, point.rank % local, local, address, number)
+        loop.work(self._job, seat, attempt, port.send)
+
+
+class Supervisor(Actor):
+    """Owns the processes of one attempt, so that their end is told and does not end the controller."""
+
+    def __init__(self, attempt: int, port: Any) -> None:
+        self._attempt, self._port = attempt, port
+
+    @endpoint
+    def start(self, hosts: HostMesh, procs: int, job: bytes, local: bool) -> None:
+        """Start the processes, which tell when they are ready."""
+        command = command_here() if local else None
+        self._procs = hosts.spawn_procs(
+            per_host={"procs": procs}, name=f"attempt{self._attempt}", bootstrap_command=command
+        )
+        self._workers = self._procs.spawn("worker", Worker)
+        self._workers.ready.broadcast(self._attempt, self._port, job)
+
+    @endpoint
+    def go(self, address: str, number: int) -> None:
+        """Let them work."""
+        self._workers.work.broadcast(self._attempt, self._port, address, number)
+
+    @endpoint
+    def halt(self) -> None:
+        """End the processes."""
+        self._procs.stop().get()
+
+    def __supervise__(self, failure: Any) -> bool:
+        """Pass a fault on."""
+        self._port.send(("fault", self._attempt, None, str(failure)))
+        return True
