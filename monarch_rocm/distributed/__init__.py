@@ -6,7 +6,7 @@ Nothing here imports torchmonarch before a `Fleet` is made.
 from monarch_rocm.distributed.checkpoints import Checkpoints
 from monarch_rocm.distributed.fleet import Fleet
 from monarch_rocm.distributed.parallel import parallelize
-from monarch_rocm.distributed.run import Record, Restart, Restarted, Result, Run, TrainingFailed
+from monarch_rocm.distributed.run import Record, Restart, Restarted, Result, Run, TrainingError
 from monarch_rocm.distributed.tensor_parallel import MonarchParallel, NormParallel
 
 __all__ = [
@@ -19,6 +19,6 @@ __all__ = [
     "Restarted",
     "Result",
     "Run",
-    "TrainingFailed",
+    "TrainingError",
     "parallelize",
 ]

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 MANIFEST = "manifest.json"
@@ -95,7 +96,7 @@ class Checkpoints:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             warnings.filterwarnings("ignore", category=FutureWarning)
-            dcp.save(state, checkpoint_id=draft)
+            save(state, checkpoint_id=draft)
         names = sorted(path.name for path in draft.iterdir())
         mine = [(name, *_sum(draft / name)) for name in names[rank::ranks]]
         files = {name: [size, crc] for part in _all(mine) for name, size, crc in part}
@@ -140,7 +141,7 @@ class Checkpoints:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 warnings.filterwarnings("ignore", category=FutureWarning)
-                dcp.load(state, checkpoint_id=folder)
+                load(state, checkpoint_id=folder)
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
             extra, generators = _unpack(state[key])
             _restore(generators)

@@ -46,7 +46,7 @@ class Gather(Function):
 
 
 class Own(Function):
-    """This rank's part of `x (ranks, ...)`, which all ranks hold; the gradients' parts are gathered."""
+    """A rank's own part of `x (ranks, ...)`, which all ranks hold; the gradients' parts are gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

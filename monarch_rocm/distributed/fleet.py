@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from monarch.actor import HostMesh, ProcMesh
 
 
-def _engine() -> Any:
-    """torchmonarch's actors, imported after torch, as ROCm needs it."""
+def engine() -> Any:
+    """The actors of torchmonarch, imported after torch, as ROCm needs it."""
     try:
         import monarch.actor
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "monarch"
         version = ".".join(map(str, sys.version_info[:2]))
+        what = "which is not installed" if missing else f"which fails to import: {error}"
         raise ImportError(
-            ("Fleet needs torchmonarch, which is not installed" if missing else f"torchmonarch fails: {error}")
-            + ": pip install 'torchmonarch>=0.7,<0.9' (the extra 'distributed'; wheels are for Linux on x86-64 "
-            f"and CPython 3.10 to 3.13, and this is {version} on {sys.platform}). Without it, "
-            "monarch_rocm.distributed.parallelize works under torchrun",
+            f"a Fleet needs torchmonarch, {what}. pip install 'torchmonarch>=0.7,<0.9' (the extra "
+            "'distributed') has wheels for Linux on x86-64 with CPython 3.10 to 3.13, and this is "
+            f"{version} on {sys.platform}. Without it, monarch_rocm.distributed.parallelize and Checkpoints "
+            "work under torchrun",
             name=getattr(error, "name", None),
         ) from error
     atexit.register(runs.close_all)  # runs before the actors' own
@@ -77,7 +78,7 @@ class Fleet:
             ImportError: no torchmonarch, with what to install.
             ValueError: `procs` below 1, more than there are GPUs, an unknown device.
         """
-        actor = _engine()
+        actor = engine()
         _check_device(device)
         gpus = 0 if device == "cpu" else torch.cuda.device_count()
         if procs is None:
@@ -97,7 +98,7 @@ class Fleet:
             procs (int): processes on each host.
             device (str, optional): as in `local`.
         """
-        _engine()
+        engine()
         _check_device(device)
         _check_procs(procs)
         hosts = getattr(job.state(cached_path=None), name)
@@ -118,12 +119,12 @@ class Fleet:
         _check_procs(procs)
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"addresses must be a sequence of 'tcp://host:port', not {addresses!r}")
-        hosts = _engine().attach_to_workers(ca="trust_all_connections", workers=list(addresses))
+        hosts = engine().attach_to_workers(ca="trust_all_connections", workers=list(addresses))
         return cls(hosts, procs, len(addresses), device, False)
 
     @property
     def mesh(self) -> ProcMesh:
-        """Processes of your own, `mesh.spawn(name, ActorClass)`; they end with the program or `mesh.stop()`."""
+        """Processes of your own, `mesh.spawn(name, ActorClass)`; they end with the program."""
         if self._mesh is None:
             from monarch_rocm.distributed.worker import command_here
 
@@ -184,7 +185,7 @@ class Fleet:
 
         Raises:
             FileNotFoundError: no such script here.
-            TrainingFailed: a process that failed, the cause first.
+            TrainingError: a process that failed, the cause first.
         """
         if self._local and str(script) != "-m" and not Path(script).is_file():
             raise FileNotFoundError(f"there is no script {os.fspath(script)!r}")
@@ -194,7 +195,7 @@ class Fleet:
     def _run(self, job: Training | Script, restart: Restart, followers: Sequence[runs.Sink]) -> Run:
         from monarch_rocm.distributed.worker import Supervisor, whereabouts
 
-        actor, here = _engine(), whereabouts()
+        actor, here = engine(), whereabouts()
         port, receiver = actor.Channel.open()
         packed = _pack(job)
 

@@ -65,8 +65,7 @@ class Evidence:
         for rank, what in self.dead.items():  # which no exception on another rank brings about
             # A killed process's last words may be lost; its peers failed in the step that they shared.
             shared = [f.step for f in self.failures if f.peer and f.step is not None]
-            step = max([*shared, self.steps.get(rank, -1)])
-            step = None if step < 0 else step
+            step = max([*shared, *([self.steps[rank]] if rank in self.steps else [])], default=None)
             place = f"at step {step}" if step is not None else f"in {self.phases.get(rank, 'start')}"
             return Cause(rank, f"rank {rank} died {place}: {what}", step)
         own = [f for f in self.failures if not f.peer]

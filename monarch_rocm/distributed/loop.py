@@ -1,4 +1,4 @@
-"""What a worker does: join the process group, build, load, train, tell. Knows nothing of the actor runtime."""
+"""What a worker does: join the process group, build, load, train, tell. Knows no actor runtime."""
 
 from __future__ import annotations
 

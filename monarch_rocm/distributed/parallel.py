@@ -80,8 +80,8 @@ def parallelize(
     wanted = 2 if mode == "fsdp+tp" else 1
     if mesh.ndim != wanted:
         raise ValueError(
-            f"mode={mode!r} takes a mesh of {wanted} dimension{'s' * (wanted > 1)}, but {mesh} has {mesh.ndim}"
-            + ("; take one with mesh['name']" if wanted == 1 else "; the first is for data, the second for TP")
+            f"mode={mode!r} takes a mesh of {wanted} dimension{'s' * (wanted > 1)}, but it has {mesh.ndim}; "
+            + ("mesh['name'] is one of them" if wanted == 1 else "the first is for data, the second for TP")
         )
     for name, given in (("mixed_precision", mixed_precision is not None), ("cpu_offload", cpu_offload)):
         if given and "fsdp" not in mode:
@@ -94,7 +94,7 @@ def parallelize(
     if "tp" in mode:
         tensor = mesh if mesh.ndim == 1 else mesh[_names(mesh)[1]]
         styles = _styles(model, plan, tensor.size())
-        parallelize_module(model, tensor, styles)
+        parallelize_module(model, tensor, dict(styles))
         replicate_rest(model, tensor)
     for unit in _units(model):
         if activation_checkpointing:
@@ -105,7 +105,8 @@ def parallelize(
         data = mesh if mesh.ndim == 1 else mesh[_names(mesh)[0]]
         _shard(model, data, mixed_precision, cpu_offload)
     if mode == "ddp":
-        index = None if mesh.device_type == "cpu" else [torch.get_device_module(mesh.device_type).current_device()]
+        kind = mesh.device_type
+        index = None if kind == "cpu" else [torch.get_device_module(kind).current_device()]
         return nn.parallel.DistributedDataParallel(
             model, device_ids=index, process_group=mesh.get_group(), gradient_as_bucket_view=True
         )
@@ -114,7 +115,9 @@ def parallelize(
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     if mesh.mesh_dim_names is None:
-        raise ValueError("mode='fsdp+tp' takes a mesh with names, init_device_mesh(..., mesh_dim_names=(...))")
+        raise ValueError(
+            "mode='fsdp+tp' takes a mesh with names, init_device_mesh(..., mesh_dim_names=(...))"
+        )
     return mesh.mesh_dim_names
 
 
@@ -123,7 +126,9 @@ def _styles(model: nn.Module, plan: Mapping[str, Style] | None, ranks: int) -> d
     if plan is None:
         layers = [name for name, m in model.named_modules() if isinstance(m, MonarchLinear)]
         if not layers:
-            raise ValueError("the model has no MonarchLinear, so that tensor parallelism has nothing to split")
+            raise ValueError(
+                "the model has no MonarchLinear, so that tensor parallelism has nothing to split"
+            )
         styles: dict[str, Style] = {name: MonarchParallel() for name in layers}
     else:
         styles, fitted = {}, set()
@@ -134,7 +139,9 @@ def _styles(model: nn.Module, plan: Mapping[str, Style] | None, ranks: int) -> d
                 fitted.add(pattern)
         unused = [pattern for pattern in plan if pattern not in fitted]
         if unused:
-            raise ValueError(f"no module fits {unused}; the modules are {[n for n, _ in model.named_modules()]}")
+            raise ValueError(
+                f"no module fits {unused}; the modules are {[n for n, _ in model.named_modules()]}"
+            )
     problems = []
     for name, style in styles.items():
         try:
@@ -202,7 +209,9 @@ def _shard(
         "mesh": mesh,
         "shard_placement_fn": place,
         "mp_policy": precision,
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if offload
+        else OffloadPolicy(),
     }
     for unit in _units(model):
         fully_shard(unit, **options)

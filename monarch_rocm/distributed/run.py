@@ -84,7 +84,7 @@ class Result:
     passed_over: list[str] = dataclasses.field(default_factory=list)  # checkpoints that were not whole
 
 
-class TrainingFailed(RuntimeError):
+class TrainingError(RuntimeError):
     """A run that gave up: the cause first, then the worker's traceback, then the restarts before it.
 
     Attributes:
@@ -125,7 +125,7 @@ class Run:
     the program. `wait()` runs to the end without looking at records.
 
     Raises:
-        TrainingFailed: from the loop or `wait()`, where the run gave up.
+        TrainingError: from the loop or `wait()`, where the run gave up.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Run:
             self._end(current)
             restarts = self.result.restarts
             if (cause.final and current.number == 0) or len(restarts) >= self._restart.max:
-                raise TrainingFailed(cause, restarts)
+                raise TrainingError(cause, restarts)
             if self._shrink(cause, current) and spare is not None:
                 self._end(spare)
                 spare = None
@@ -246,7 +246,7 @@ class Run:
         return self._attempts[number]
 
     def _end(self, attempt: Attempt) -> None:
-        """End an attempt. Processes that are about to be there are waited for, since only then can they go."""
+        """End an attempt; processes on their way are waited for, since only then can they be ended."""
         deadline = time.monotonic() + 20
         while len(attempt.seen) < attempt.ranks and not attempt.evidence.dead and time.monotonic() < deadline:
             self._listen()
@@ -289,7 +289,7 @@ class Run:
         for index, (of, restart) in enumerate(zip(self._ended, self.result.restarts, strict=False)):
             # How a process ended is told seconds later than that it did.
             if kind == "fault" and of == number and restart.cause.endswith(GONE):
-                how = attempt.evidence.dead.get(restart.rank)
+                how = attempt.evidence.dead.get(-1 if restart.rank is None else restart.rank)
                 if how is not None and not how.endswith(GONE):
                     head = restart.cause.rpartition(": ")[0]
                     self.result.restarts[index] = restart._replace(cause=f"{head}: {how}")
@@ -300,7 +300,7 @@ class Run:
         if attempt.started and not attempt.noted:
             attempt.noted = True
             result.passed_over += attempt.passed_over
-            if result.first_step is None:
+            if result.first_step is None and attempt.first_step is not None:
                 result.first_step = result.steps = attempt.first_step
         for step in attempt.complete():
             told = attempt.records.pop(step)
@@ -345,7 +345,7 @@ class Run:
         return True
 
 
-class _Stopped(Exception):
+class _Stopped(Exception):  # noqa: N818
     """The user has had enough."""
 
 

@@ -7,11 +7,11 @@ over ranks, so that results do not depend on the number of them.
 
 How activations enter and leave is a choice, for each layer and side:
 
-| | a rank holds | costs, forward | backward |
-|---|---|---|---|
-| "replicated" | all features of all tokens, the same on all ranks | in: nothing; out: all-gather | in: all-gather; out: nothing |
-| "features" | all tokens of its features, the r-th of n equal runs | nothing | nothing |
-| "tokens" | all features of its tokens, the r-th of n equal runs of dimension -2 | all-to-all | all-to-all |
+- "replicated": every rank holds all. Entering costs nothing forward and an all-gather backward, leaving
+  an all-gather forward and nothing backward.
+- "features": a rank holds all tokens of its features, the r-th of n equal runs. Costs nothing.
+- "tokens": a rank holds all features of its tokens, the r-th of n equal runs of dimension -2. An
+  all-to-all, either way, forward and backward.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class MonarchParallel(ParallelStyle):
             raise ValueError(f"a Monarch layer {shape} cannot be split: {reason}")
         if layer.backend == "reference":
             raise ValueError("backend='reference' is not for layers split over ranks; backend='torch' is")
-        if self.input == "features" and shape.K * shape.P != shape.in_features:
+        if self.input == "features" and shape.in_features != shape.K * shape.P:
             raise ValueError(f"input='features' takes no padding, and {shape} pads to {shape.K * shape.P}")
         if self.output == "features":
-            if shape.L * shape.S != shape.out_features:
+            if shape.out_features != shape.L * shape.S:
                 raise ValueError(
                     f"output='features' takes no padding, and {shape} pads to {shape.L * shape.S}"
                 )
@@ -125,7 +125,7 @@ def distribute(module: nn.Module, name: str, mesh: DeviceMesh, place: Any) -> No
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, differentiable."""
+    """A parameter's part on this rank, differentiable."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -177,7 +177,7 @@ class SplitMonarchLinear(MonarchLinear):
 
 
 def _enter(x: Tensor, place: str, shape: MonarchShape, group: Any) -> Tensor:
-    """This rank's input features of all tokens."""
+    """The input features of this rank, for all tokens."""
     if place == "features":
         return x
     padding = shape.K * shape.P - shape.in_features
@@ -257,13 +257,15 @@ class NormParallel(ParallelStyle):
     def check(self, module: nn.Module, ranks: int) -> None:
         """Raise unless `module` can be split so."""
         if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-            raise TypeError(f"NormParallel takes an nn.LayerNorm or nn.RMSNorm, not a {type(module).__name__}")
+            raise TypeError(
+                f"NormParallel takes an nn.LayerNorm or nn.RMSNorm, not a {type(module).__name__}"
+            )
         if self.place == "features" and (
             len(module.normalized_shape) != 1 or module.normalized_shape[0] % ranks
         ):
             raise ValueError(
-                f"NormParallel('features') over {ranks} ranks takes one normalised dimension that they divide, "
-                f"not {tuple(module.normalized_shape)}"
+                f"NormParallel('features') over {ranks} ranks takes one normalised dimension that they "
+                f"divide, not {tuple(module.normalized_shape)}"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
