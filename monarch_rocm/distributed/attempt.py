@@ -39,6 +39,7 @@ class Attempt:
         self.seen: set[int] = set()  # whose processes are there
         self._ready: set[int] = set()
         self._started: set[int] = set()
+        self._stepped: set[int] = set()
         self.done: set[int] = set()
         self.noted = False  # whether the driver has seen that all have started
         self._told_at: float | None = None
@@ -94,6 +95,7 @@ class Attempt:
             step, metrics, seconds = words
             self.records.setdefault(step, {})[rank] = metrics, seconds
             self.evidence.steps[rank] = step + 1
+            self._stepped.add(rank)
             self.evidence.stacks.pop(rank, None)
         elif kind == "stack":
             self.evidence.stacks[rank] = words[0]
@@ -124,7 +126,7 @@ class Attempt:
         self.state = "working"
         self._supervisor.go.call_one(address, self._port).get(timeout=60)
 
-    def cause(self, stall_s: float) -> Cause | None:
+    def cause(self, stall_s: float, start_s: float) -> Cause | None:
         """Why it has failed, None while it has not."""
         now = time.monotonic()
         if now > self._look_at or self.evidence.failures:
@@ -140,8 +142,11 @@ class Attempt:
             if now - self._failed_at > (GRACE_HERE if self.local else GRACE_AWAY):
                 return self.evidence.best()
             return None
-        silent = [r for r in range(self.ranks) if r not in self.done and now - self._heard[r] > stall_s]
-        return self.evidence.hang(self.ranks, stall_s) if silent else None
+        for limit, ranks in ((stall_s, self._stepped), (start_s, set(range(self.ranks)))):
+            late = [r for r in sorted(ranks - self.done) if now - self._heard[r] > limit]
+            if late:
+                return self.evidence.hang(late, limit)
+        return None
 
     def end(self) -> None:
         """End the processes; returns when those of this machine have gone.

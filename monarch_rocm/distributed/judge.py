@@ -84,13 +84,15 @@ class Evidence:
             return Cause(first.rank, str(first), first.step, first.traceback)
         return Cause(None, "the workers ended without a word")
 
-    def hang(self, ranks: int, seconds: float) -> Cause:
-        """Who stands still: ranks that say nothing, or that are outside PyTorch, or that are behind."""
-        silent = [r for r in range(ranks) if r not in self.stacks]
-        outside = [r for r, text in self.stacks.items() if not _waits(text)]
-        last = min((self.steps.get(r, -1) for r in range(ranks)), default=-1)
-        behind = [r for r in range(ranks) if self.steps.get(r, -1) == last]
-        rank = (silent or outside or behind)[0] if len(silent) < ranks else behind[0]
+    def hang(self, late: list[int], seconds: float) -> Cause:
+        """Whose fault it is that the ranks `late` stand still: of one that cannot even say where it is, or
+        that is outside PyTorch, or that is behind.
+        """
+        silent = [r for r in late if r not in self.stacks]
+        outside = [r for r in late if r in self.stacks and not _waits(self.stacks[r])]
+        last = min(self.steps.get(r, -1) for r in late)
+        behind = [r for r in late if self.steps.get(r, -1) == last]
+        rank = (silent or outside or behind)[0] if len(silent) < len(late) else behind[0]
         step = self.steps.get(rank)
         place = f"step {step}" if step is not None else self.phases.get(rank, "start")
         text = f"rank {rank} hangs in {place}: no progress for {seconds:g} s"

@@ -41,8 +41,10 @@ class Restart:
 
     Args:
         max (int): restarts in all before the run gives up. Default: 0.
-        stall_s (float): the longest that a worker may be silent, in seconds, in any phase: joining,
-            building, loading, one step, saving. Longer is a hang. Default: 300.
+        stall_s (float): the longest that a worker may be silent, in seconds, in a step or while it saves.
+            Longer is a hang. Default: 300.
+        start_s (float): the same before its first step has ended: importing, joining, building, loading,
+            compiling. Default: 1200.
         standby (bool): keep a second set of processes that have imported everything and wait, so that a
             restart takes the time of building and loading alone. They cost host memory, and no device's.
             Default: True.
@@ -54,19 +56,21 @@ class Restart:
 
     Example:
         >>> Restart(max=3, stall_s=120)
-        Restart(max=3, stall_s=120, standby=True, min_procs=None)
+        Restart(max=3, stall_s=120, start_s=1200.0, standby=True, min_procs=None)
     """
 
     max: int = 0
     stall_s: float = 300.0
+    start_s: float = 1200.0
     standby: bool = True
     min_procs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max < 0:
             raise ValueError(f"max must be at least 0, but max={self.max!r} was given")
-        if not self.stall_s > 0:
-            raise ValueError(f"stall_s must be above 0, but stall_s={self.stall_s!r} was given")
+        for name, seconds in (("stall_s", self.stall_s), ("start_s", self.start_s)):
+            if not seconds > 0:
+                raise ValueError(f"{name} must be above 0, but {name}={seconds!r} was given")
         if self.min_procs is not None and self.min_procs < 1:
             raise ValueError(f"min_procs must be at least 1, but min_procs={self.min_procs!r} was given")
 
@@ -114,6 +118,7 @@ class Sink(Protocol):
 
 
 STANDBY_AFTER = 5.0  # seconds of training after which a standby pays: its start takes about as long
+NEVER = float("inf")
 _END = object()
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
 
@@ -262,13 +267,13 @@ class Run:
                 raise _Stopped
             if attempt.state == "ready":
                 attempt.go()
-            cause = attempt.cause(self._restart.stall_s)
+            cause = attempt.cause(self._restart.stall_s, self._restart.start_s)
             self._collect(attempt)
             if attempt.finished:
                 return None, spare
             if cause is not None:
                 return cause, spare
-            if spare is not None and spare.cause(float("inf")) is not None:
+            if spare is not None and spare.cause(NEVER, NEVER) is not None:
                 self._end(spare)
                 spare = None
             left = self._restart.max - len(self.result.restarts)

@@ -79,6 +79,33 @@ class MonarchParallel(ParallelStyle):
     def __repr__(self) -> str:
         return f"MonarchParallel(input={self.input!r}, output={self.output!r})"
 
+    def traffic(self, shape: MonarchShape, tokens: int, ranks: int, itemsize: int) -> tuple[int, int]:
+        """Bytes that a rank sends for one layer, forward and backward.
+
+        Of `n` ranks, an all-to-all of a tensor sends (n-1)/n of a rank's part, a ring all-gather n-1 of
+        them. All ranks together multiply that by n; the gradient of a bias under "tokens" is not counted.
+
+        Args:
+            shape (MonarchShape): the layer.
+            tokens (int): of all ranks together.
+            ranks (int): how many.
+            itemsize (int): bytes of an activation's number.
+
+        Example:
+            >>> shape = MonarchShape(256, 1024, nblocks=4, layout="blocked")
+            >>> MonarchParallel(output="features").traffic(shape, tokens=512, ranks=4, itemsize=4)
+            (98304, 491520)
+        """
+        hidden, enter, leave = (
+            tokens * width // ranks for width in (shape.K * shape.Q, shape.K * shape.P, shape.L * shape.S)
+        )
+        exchange, gather = (ranks - 1) / ranks, ranks - 1
+        forward = {"replicated": gather * leave, "features": 0, "tokens": exchange * leave}[self.output]
+        forward += exchange * hidden + (exchange * enter if self.input == "tokens" else 0)
+        backward = {"replicated": gather * enter, "features": 0, "tokens": exchange * enter}[self.input]
+        backward += exchange * hidden + (exchange * leave if self.output == "tokens" else 0)
+        return int(forward * itemsize), int(backward * itemsize)
+
     def check(self, layer: nn.Module, ranks: int) -> None:
         """Raise unless `layer` can be split so."""
         if not isinstance(layer, MonarchLinear):

@@ -54,7 +54,8 @@ class Worker(Actor):
         rank = current_rank().rank
         port.send(("hello", attempt, rank, os.getpid(), whereabouts(), _free_port()))
         try:
-            import torch._dynamo  # noqa: F401, what optimizers and DDP would import at their first use
+            if attempt:  # so that a standby need not import at a restart what optimizers and DDP use
+                import torch._dynamo  # noqa: F401
 
             self._job = pickle.loads(job)
         except Exception as error:

@@ -34,27 +34,25 @@ def test_an_error_in_build_is_final():
     assert not Evidence(failures=[failure(0, "KeyError: 'lr'")]).known().final
 
 
-WAITING = 'File "/x/train.py", line 3, in train_step\n File "/v/torch/autograd/graph.py", line 8, in run\n'
-    'File "/x/train.py", line 3, in train_step\n File "/v/torch/autograd/graph.py", line 8, in _engine\n'
-)
+WAITING = 'File "/x/train.py", line 3, in step\n File "/v/torch/autograd/graph.py", line 8, in run\n'
 SLEEPING = 'File "/v/torch/nn/module.py", line 1, in call\n File "/x/data.py", line 9, in read\n    read()\n'
 
 
 def test_of_ranks_that_wait_for_each_other_the_one_outside_pytorch_hangs():
     evidence = Evidence(stacks={0: WAITING, 1: SLEEPING}, steps={0: 4, 1: 4})
-    cause = evidence.hang(2, 20)
+    cause = evidence.hang([0, 1], 20)
     assert (cause.rank, cause.step) == (1, 4)
     assert 'no progress for 20 s, in "/x/data.py", line 9' in cause.text
 
 
 def test_a_process_that_does_not_run_says_nothing():
-    cause = Evidence(stacks={1: WAITING}, steps={0: 4, 1: 4}).hang(2, 20)
+    cause = Evidence(stacks={1: WAITING}, steps={0: 4, 1: 4}).hang([0, 1], 20)
     assert cause.rank == 0
     assert "does not run" in cause.text
 
 
 def test_if_all_wait_the_last_one_behind_is_named():
-    assert Evidence(stacks={0: WAITING, 1: WAITING}, steps={0: 5, 1: 4}).hang(2, 1).rank == 1
+    assert Evidence(stacks={0: WAITING, 1: WAITING}, steps={0: 5, 1: 4}).hang([0, 1], 1).rank == 1
 
 
 def test_what_the_runtime_says_of_a_process():
@@ -69,8 +67,11 @@ def test_what_the_runtime_says_of_a_process():
 def test_silence_of_one_rank_is_a_stall():
     """Also where the others go on."""
     attempt = Attempt(0, None, 2, ("here", "", ""))
-    assert attempt.cause(30) is None
+    assert attempt.cause(30, 60) is None
     attempt._heard[1] -= 31
-    assert attempt.cause(30).rank is not None
+    assert attempt.cause(30, 60) is None  # it still starts
+    attempt.hear("step", 1, 0, {}, 0.1)
+    attempt._heard[1] -= 31
+    assert attempt.cause(30, 60).rank == 1
     attempt.done.add(1)
-    assert attempt.cause(30) is None
+    assert attempt.cause(30, 60) is None
