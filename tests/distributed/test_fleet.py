@@ -238,6 +238,19 @@ def test_attached_workers(tmp_path):
     assert [record.step for record in records] == [0, 1, 2]
 
 
+@pytest.mark.slow
+def test_the_example_runs():
+    """Two workers on the CPU, a loss that falls."""
+    command = [sys.executable, str(HERE.parents[1] / "examples" / "train_distributed.py")]
+    options = ["--procs=2", "--steps=26", "--width=64", "--depth=1"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=170)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] - 0.5
+    assert "26 steps on 2 workers" in done.stdout
+
+
 def test_mesh_is_torchmonarchs_own(fleet):
     """The way out: actors of one's own."""
     from distributed.actors import Adder
