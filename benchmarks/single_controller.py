@@ -2,9 +2,9 @@
 
     python benchmarks/single_controller.py steady start recovery faults tp --out benchmarks/results
 
-- steady: ms a step of torchrun, of the same script under `fleet.spmd`, and of `fleet.train` with metrics of
-  every step streamed back. All three run at once and take turns, `SLICE` steps each, so that a busy machine
-  slows all alike; ratios are of neighbouring turns.
+- steady: ms a step, by the clock and of rank 0's processor time, of torchrun, of the same script under
+  `fleet.spmd`, and of `fleet.train` with metrics of every step streamed back. All three run at once and
+  take turns, `SLICE` steps each, so that a busy machine slows all alike; ratios are of neighbouring turns.
 - start: from the command to the end of the first step.
 - recovery: from the SIGKILL of a worker to the end of the first new step, against
   `torchrun --max-restarts`, with and without standby processes.
@@ -102,15 +102,16 @@ class Trainer:
                     torch.cuda.synchronize()
                 ends = [*self.ends, time.time()] if self.device == "cuda" else self.ends
                 taken = ends[-1] - self.began
+                burnt = time.process_time() - self.burnt
                 with (turns / f"{name}.ms").open("a") as file:
-                    file.write(f"{1e3 * taken / SLICE}\n")
+                    file.write(f"{1e3 * taken / SLICE} {1e3 * burnt / SLICE}\n")
                 pass_turn(turns, name)
             while step + 1 < self.plan["steps"] and (turns / "turn").read_text() != name:
                 time.sleep(0.005)
         dist.barrier()
         if self.device == "cuda":
             torch.cuda.synchronize()
-        self.ends, self.began = [], time.time()
+        self.ends, self.began, self.burnt = [], time.time(), time.process_time()
 
     def fault(self, step):
         """A fault of the plan, once."""
@@ -162,6 +163,7 @@ def script(plan):
         trainer.train_step(step)
         if checkpoints is not None and checkpoints.due(step + 1, plan["steps"]):
             checkpoints.save(step + 1, trainer.model, trainer.optimizer)
+    del trainer  # whose DDP, freed after the group, can wait for a thread of gloo's for ever (torch 2.13)
     dist.destroy_process_group()
 
 
@@ -218,16 +220,17 @@ def steady(args, folder):
     processes = [(launch({**plan, "driver": name}), {**plan, "driver": name}) for name in DRIVERS]
     for process, its in processes:
         finish(process, its)
-    turns = {name: [float(x) for x in (folder / f"{name}.ms").read_text().split()] for name in DRIVERS}
     warm = 2  # turns in which caches fill and the others' processes still start
-    turns = {name: values[warm:] for name, values in turns.items()}
-    found = {f"{name} ms/step": statistics.median(values) for name, values in turns.items()}
-    for name in DRIVERS[1:]:
-        ratios = [a / b for a, b in zip(turns[name], turns["torchrun"], strict=True)]
-        found[f"{name} / torchrun"] = median_with_interval(ratios)
-    streamed = [a / b for a, b in zip(turns["train"], turns["spmd"], strict=True)]
-    found["train / spmd (streaming)"] = median_with_interval(streamed)
-    return {"turns": len(turns["train"]), "steps_a_turn": SLICE, **found, "all_ms": turns}
+    told = {name: (folder / f"{name}.ms").read_text().splitlines()[warm:] for name in DRIVERS}
+    found = {"turns": len(told["train"]), "steps_a_turn": SLICE}
+    for column, what in enumerate(("wall ms/step", "processor ms/step")):
+        turns = {name: [float(line.split()[column]) for line in told[name]] for name in DRIVERS}
+        found |= {f"{name} {what}": statistics.median(values) for name, values in turns.items()}
+        for name, other in (("spmd", "torchrun"), ("train", "torchrun"), ("train", "spmd")):
+            ratios = [a / b for a, b in zip(turns[name], turns[other], strict=True)]
+            found[f"{name} / {other}, {what}"] = median_with_interval(ratios)
+        found[f"all {what}"] = turns
+    return found
 
 
 def median_with_interval(values):
@@ -467,7 +470,7 @@ def tp(args, folder):
 def show(name, found):
     table = Table(title=name, show_header=False)
     for key, value in found.items():
-        if key in ("all_ms", "restarts"):
+        if key == "restarts" or key.startswith("all "):
             continue
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v:.5g}" for k, v in value.items() if isinstance(v, (int, float)))

@@ -131,7 +131,8 @@ class Checkpoints:
             problems = [p for part in _all(_problems(folder, rank, ranks)) for p in part]
             if problems:
                 line = f"{folder.name} is not whole: {problems[0]}"
-                warnings.warn(line, stacklevel=2)
+                if rank == 0:
+                    warnings.warn(line, stacklevel=2)
                 if passed_over is not None:
                     passed_over.append(line)
                 continue

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-from monarch.actor import Actor, HostMesh, current_rank, current_size, default_bootstrap_cmd, endpoint
+from monarch.actor import Actor, HostMesh, current_rank, current_size, endpoint
 
 from monarch_rocm.distributed import loop
 
@@ -32,16 +32,27 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
+# What a process of this machine runs first. The runtime ends its processes with the controller, but not those
+# that were on their way when it was killed.
+_BIRTH = """\
+import os, runpy, threading, time
+def watch():
+    while os.getppid() == {parent}:
+        time.sleep(0.5)
+    os._exit(1)
+threading.Thread(target=watch, daemon=True).start()
+{first}
+runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+"""
+
+
 def command_here() -> BootstrapCommand:
     """How processes are started on this machine: they import from where this program does.
 
     On ROCm they import torch first: its libraries must be there before torchmonarch looks for the system's.
     """
+    code = _BIRTH.format(parent=os.getpid(), first="" if torch.version.hip is None else "import torch")
     paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    if torch.version.hip is None:
-        return default_bootstrap_cmd().with_env(paths)
-    main = "monarch._src.actor.bootstrap_main"
-    code = f"import torch, runpy; runpy.run_module({main!r}, run_name='__main__', alter_sys=True)"
     return BootstrapCommand(sys.executable, None, ["-c", code], paths)
 
 

@@ -177,6 +177,22 @@ def test_no_process_outlives_its_controller(how):
     assert wait_gone(pids)
 
 
+def children(pid):
+    lists = Path(f"/proc/{pid}/task").glob("*/children")  # by the thread that started them
+    return [int(child) for one in lists for child in one.read_text().split()]
+
+
+def test_no_process_outlives_a_controller_killed_while_they_start():
+    """The runtime alone would leave them."""
+    code = CONTROLLER.format(tests=str(HERE.parent))
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as controller:
+        while len(found := children(controller.pid)) < 2:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        controller.kill()
+    assert wait_gone(found)
+
+
 def test_a_torchrun_script_runs_unmodified(fleet, tmp_path):
     """torchrun's environment, arguments, a process group; an exit code is an error."""
     script = tmp_path / "train.py"
