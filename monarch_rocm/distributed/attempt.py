@@ -13,7 +13,6 @@ from typing import Any
 
 from monarch_rocm.distributed.judge import Cause, Evidence, Failure
 
-GONE = "is gone"  # all that is known at first of a process that has ended
 GRACE_HERE, GRACE_AWAY = 1.0, 20.0  # seconds in which the end of a process shows, here and on other hosts
 
 LOOK = 0.05  # seconds between looks at processes
@@ -133,7 +132,7 @@ class Attempt:
             self._look_at = now + LOOK
             for rank, pid in self._pids.items():
                 if self._places[rank] == self._here and rank not in self.done and not _alive(pid):
-                    self.evidence.dead.setdefault(rank, f"its process {pid} {GONE}")
+                    self.evidence.dead.setdefault(rank, f"its process {pid} is gone")
         if self.evidence.dead or self.evidence.failures:
             known = self.evidence.known()
             if known is not None:
@@ -147,6 +146,10 @@ class Attempt:
             if late:
                 return self.evidence.hang(late, limit)
         return None
+
+    def renew(self) -> None:
+        """Let the processes go on; without this, those on other machines end after a while."""
+        self._supervisor.renew.broadcast()
 
     def end(self) -> None:
         """End the processes; returns when those of this machine have gone.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from monarch_rocm.distributed.attempt import GONE, Attempt, farewell
+from monarch_rocm.distributed.attempt import Attempt, farewell
 from monarch_rocm.distributed.judge import Cause
 
 
@@ -118,6 +118,7 @@ class Sink(Protocol):
 
 
 STANDBY_AFTER = 5.0  # seconds of training after which a standby pays: its start takes about as long
+RENEW_S = 5.0  # seconds between words to the workers that the controller is there
 NEVER = float("inf")
 _END = object()
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
@@ -151,8 +152,8 @@ class Run:
         self._waiting: Any = None
         self._error: BaseException | None = None
         self._began = time.monotonic()
-        self._pending: tuple[Cause, float, int] | None = None  # a restart under way
-        self._ended: list[int] = []  # the attempt that each restart ended
+        self._renew_at = 0.0
+        self._pending: tuple[Cause, float] | None = None  # a restart under way
         self._thread = threading.Thread(target=self._drive, daemon=True, name="monarch-rocm-run")
         _open.add(self)
         self._thread.start()
@@ -242,7 +243,7 @@ class Run:
             if self._shrink(cause, current) and spare is not None:
                 self._end(spare)
                 spare = None
-            self._pending = cause, noticed, current.number
+            self._pending = cause, noticed
             current = spare or self._new()
 
     def _new(self) -> Attempt:
@@ -282,6 +283,11 @@ class Run:
 
     def _listen(self) -> None:
         """Hand a message on, or wait for one for a moment."""
+        if time.monotonic() > self._renew_at:
+            self._renew_at = time.monotonic() + RENEW_S
+            for attempt in self._attempts.values():
+                if attempt.state != "over":
+                    attempt.renew()
         if self._waiting is None:
             self._waiting = self._receiver.recv()
         try:
@@ -289,15 +295,7 @@ class Run:
         except TimeoutError:
             return
         self._waiting = None
-        attempt = self._attempts[number]
-        attempt.hear(kind, *words)
-        for index, (of, restart) in enumerate(zip(self._ended, self.result.restarts, strict=False)):
-            # How a process ended is told seconds later than that it did.
-            if kind == "fault" and of == number and restart.cause.endswith(GONE):
-                how = attempt.evidence.dead.get(-1 if restart.rank is None else restart.rank)
-                if how is not None and not how.endswith(GONE):
-                    head = restart.cause.rpartition(": ")[0]
-                    self.result.restarts[index] = restart._replace(cause=f"{head}: {how}")
+        self._attempts[number].hear(kind, *words)
 
     def _collect(self, attempt: Attempt) -> None:
         """Pass on what all ranks have told."""
@@ -324,10 +322,9 @@ class Run:
         """Note the restart under way, which has come to a first record, or to nothing."""
         if self._pending is None:
             return
-        (cause, noticed, number), self._pending = self._pending, None
+        (cause, noticed), self._pending = self._pending, None
         restart = Restarted(cause.rank, cause.text, cause.step, resumed, time.monotonic() - noticed)
         self.result.restarts.append(restart)
-        self._ended.append(number)
         for sink in self._sinks:
             sink.restarted(restart)
 

@@ -6,6 +6,8 @@ import os
 import pickle
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
+LEASE_S = 60.0  # how long processes on other machines outlive a controller that was killed
+
 # What a process of this machine runs first. The runtime ends its processes with the controller, but not those
 # that were on their way when it was killed.
 _BIRTH = """\
@@ -54,6 +58,30 @@ def command_here() -> BootstrapCommand:
     code = _BIRTH.format(parent=os.getpid(), first="" if torch.version.hip is None else "import torch")
     paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     return BootstrapCommand(sys.executable, None, ["-c", code], paths)
+
+
+class Lease(Actor):
+    """Ends its process when the controller has been silent for some seconds.
+
+    Processes on other machines do not end with the controller by themselves.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._heard, self._seconds = 0, seconds
+        threading.Thread(target=self._watch, daemon=True, name="monarch-rocm-lease").start()
+
+    @endpoint
+    def renew(self) -> None:
+        """Go on."""
+        self._heard += 1
+
+    def _watch(self) -> None:
+        heard, waited = self._heard, 0.0
+        while waited < self._seconds:
+            time.sleep(1.0)
+            # Counted and not read from a clock: while the interpreter is blocked, nobody can be heard.
+            heard, waited = self._heard, 0.0 if self._heard != heard else waited + 1.0
+        os._exit(1)
 
 
 class Worker(Actor):
@@ -99,6 +127,7 @@ class Supervisor(Actor):
         self._procs = hosts.spawn_procs(
             per_host={"procs": procs}, name=f"attempt{self._attempt}", bootstrap_command=command
         )
+        self._lease = None if local else self._procs.spawn("lease", Lease, LEASE_S)
         self._workers = self._procs.spawn("worker", Worker)
         self._workers.ready.broadcast(self._attempt, self._port, job)
 
@@ -106,6 +135,12 @@ class Supervisor(Actor):
     def go(self, address: str, number: int) -> None:
         """Let them work."""
         self._workers.work.broadcast(self._attempt, self._port, address, number)
+
+    @endpoint
+    def renew(self) -> None:
+        """Tell processes on other machines that the controller is there."""
+        if self._lease is not None:
+            self._lease.renew.broadcast()
 
     @endpoint
     def halt(self) -> None:

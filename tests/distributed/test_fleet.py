@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -237,21 +238,41 @@ def test_several_hosts_by_a_job_and_fewer_of_them_after_a_fault(tmp_path):
     assert run.result.restarts[0].rank == 1
 
 
-def test_attached_workers(tmp_path):
-    """A worker started by hand on a loopback address, as on another machine."""
-    import socket
+ATTACHED = """
+import sys
+sys.path.insert(0, {tests!r})
+from distributed.jobs import Plain
+from monarch_rocm.distributed import Fleet, worker
+worker.LEASE_S = 8
+run = Fleet.attach([{address!r}], procs=1, device="cpu").train(Plain, steps=100_000)
+for record in run:
+    if record.step == 3:
+        print(*(metrics["pid"] for metrics in record.per_rank), flush=True)
+"""
 
+
+@pytest.mark.slow
+def test_attached_workers_train_and_end_after_their_controller():
+    """A host started by hand on a loopback address, as on another machine, serves two programs in turn."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "monarch_rocm.distributed", address]
-    with subprocess.Popen(command, env=environment, start_new_session=True) as worker:
+    code = ATTACHED.format(tests=str(HERE.parent), address=address)
+    with subprocess.Popen(command, env=environment, start_new_session=True) as host:
         try:
             records = list(Fleet.attach([address], procs=1, device="cpu").train(Plain, steps=3))
+            assert [record.step for record in records] == [0, 1, 2]
+            with subprocess.Popen(
+                [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+            ) as controller:
+                pids = [int(pid) for pid in controller.stdout.readline().split()]
+                controller.kill()
+            assert len(pids) == 1
+            assert wait_gone(pids, 30)
         finally:
-            os.killpg(worker.pid, signal.SIGKILL)
-    assert [record.step for record in records] == [0, 1, 2]
+            os.killpg(host.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
