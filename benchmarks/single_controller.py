@@ -25,6 +25,7 @@ import platform
 import random
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -187,10 +188,18 @@ def write(plan):
     return str(path)
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def launch(plan):
     """Start a driver, as a user's shell would."""
     if plan["driver"] == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        # Not --standalone: there, workers that were started anew hung in gloo's handshake (torch 2.13).
+        command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         command += [f"--max-restarts={plan.get('restarts', 0)}", __file__, "worker", write(plan)]
     else:
         command = [sys.executable, __file__, "controller", write(plan)]

@@ -217,12 +217,15 @@ class Run:
             pass
         except BaseException as error:
             self._error = error
-        finally:
+        try:
             for attempt in list(self._attempts.values()):
                 if attempt.state != "over":
                     self._end(attempt)
             for sink in self._sinks:
                 sink.close()
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
             self.result.seconds = time.monotonic() - self._began
             self._queue.put(_END)
 

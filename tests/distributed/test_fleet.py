@@ -148,6 +148,18 @@ def test_an_exception_in_the_users_loop_ends_the_workers(fleet):
     assert wait_gone(pids)
 
 
+def test_a_log_that_cannot_be_written_ends_the_run(fleet, monkeypatch, tmp_path):
+    """The user's loop gets the error and does not wait for records for ever."""
+    from monarch_rocm.distributed import follow
+
+    def full(self, record):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(follow.CsvLog, "record", full)
+    with pytest.raises(OSError, match="no space left"):
+        fleet.train(Plain, steps=10_000, log=tmp_path / "log.csv").wait()
+
+
 CONTROLLER = """
 import sys
 sys.path.insert(0, {tests!r})
