@@ -79,8 +79,9 @@ def test_losses_after_faults_equal_an_undisturbed_run(fleet, tmp_path):
     result = run.result
     assert (result.steps, result.ranks, result.first_step) == (20, 2, 0)
     kill, error, hang = result.restarts
-    assert (kill.rank, kill.failed_step, kill.resumed_step) == (1, 7, 5)
-    assert kill.cause.startswith("rank 1 died at step 7: ")
+    assert (kill.rank, kill.resumed_step) == (1, 5)
+    assert kill.failed_step in (6, 7)  # the last word of a killed process may be lost with it
+    assert kill.cause.startswith(f"rank 1 died at step {kill.failed_step}: ")
     assert (error.rank, error.failed_step, error.resumed_step) == (0, 12, 5)
     assert error.cause == "rank 0 failed at step 12: ValueError: a bad batch"
     assert (hang.rank, hang.failed_step, hang.resumed_step) == (1, 17, 15)
