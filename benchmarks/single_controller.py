@@ -47,6 +47,7 @@ from monarch_rocm.distributed import Checkpoints, Fleet, MonarchParallel, NormPa
 
 SLICE = 50  # steps of a turn
 DRIVERS = ("torchrun", "spmd", "train")
+GIVE_UP = 120  # seconds after a kill; a recovery of so many is none
 
 
 class Trainer:
@@ -198,7 +199,6 @@ def launch(plan):
     """Start a driver, as a user's shell would."""
     if plan["driver"] == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-        # Not --standalone: there, workers that were started anew hung in gloo's handshake (torch 2.13).
         command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         command += [f"--max-restarts={plan.get('restarts', 0)}", __file__, "worker", write(plan)]
     else:
@@ -303,6 +303,10 @@ def recovery(args, folder):
             reached = max(int(line.split()[0]) for line in lines(ends))
             first = passed = None
             while passed is None:
+                if time.time() > killed + GIVE_UP:  # torchrun's new workers may hang in gloo's handshake
+                    first = first or killed + GIVE_UP
+                    passed = killed + GIVE_UP
+                    break
                 if process.poll() is not None:
                     finish(process, plan)
                     raise RuntimeError(f"{name} ended after the kill")
