@@ -315,7 +315,7 @@ def recovery(args, folder):
                 again = [(int(s), float(t)) for s, t in after if float(t) > killed + 0.3]
                 first = next((t for s, t in again), None)
                 passed = next((t for s, t in again if s > reached), None)
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait()
             found[name].append({"first_new_step_s": first - killed, "caught_up_s": passed - killed})
     return {"killed_after_s": args.before, **summary(found)}
