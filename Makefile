@@ -5,10 +5,13 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test test-fast test-cdna lint codegen tune-cdna bench doctor clean
+.PHONY: demo train-distributed test test-fast test-cdna test-faults lint codegen tune-cdna bench doctor clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
+
+train-distributed: $(VENV)/dev
+	$(VENV)/bin/python examples/train_distributed.py
 
 test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
@@ -20,6 +23,10 @@ test-fast: $(VENV)/dev
 test-cdna: $(VENV)/dev
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m cdna.census benchmarks/results
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m cdna.counts
+
+# Twenty random faults in a row, and the losses of an undisturbed run: some minutes.
+test-faults: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/single_controller.py faults --out benchmarks/results
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
