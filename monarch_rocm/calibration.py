@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 
 class Moments:
@@ -91,27 +93,60 @@ def moments(
             found[layer] = Moments(x.shape[-1], x.device)
         found[layer].add(x.reshape(-1, x.shape[-1]), _weights(x, mask))
 
-    handles = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in layers]
-    training = {module: module.training for module in model.modules()}
     empty = True
-    try:
-        for module in training:
-            module.training = False  # not eval(), which some adapters take as a call to merge
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        with torch.compiler.set_stance("force_eager"):  # compiled code would not call the hooks
-            for batch in batches:
-                empty = False
-                batch = _moved(batch, device)
-                mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-                _call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in training.items():
-            module.training = mode
+    with watching(layers, watch), evaluating(model):
+        for batch in batches:
+            empty = False
+            batch = moved(batch, device_of(model))
+            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+            call(model, batch)
     if empty:
         raise ValueError("calibration has no batches")
     return found
+
+
+@torch.no_grad()
+def costs(model: nn.Module, layers: Collection[nn.Module], batch: Any) -> tuple[int, dict[nn.Module, int]]:
+    """FLOPs of a forward pass of one batch, and the rows that each of `layers` is fed in it."""
+    rows = dict.fromkeys(layers, 0)
+
+    def watch(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        (x,) = (*args, *named.values())
+        rows[layer] += x.shape[:-1].numel()
+
+    with watching(layers, watch), evaluating(model), FlopCounterMode(display=False) as flops:
+        call(model, moved(batch, device_of(model)))
+    return flops.get_total_flops(), rows
+
+
+@contextmanager
+def watching(layers: Iterable[nn.Module], watch: Callable[..., None]) -> Iterator[None]:
+    """Call `watch(layer, args, kwargs)` whenever one of the layers is called."""
+    handles = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in layers]
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiled code would not call the hooks
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Put models into evaluation mode, and all their modules back into their own."""
+    training = {module: module.training for model in models for module in model.modules()}
+    try:
+        for module in training:
+            module.training = False  # not eval(), which some adapters take as a call to merge
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's inputs belong: the device of its first parameter."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _weights(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -131,20 +166,21 @@ def _weights(x: Tensor, mask: Tensor | None) -> Tensor:
     return (kept / kept.sum(1, keepdim=True).clamp_min(1)).reshape(-1)
 
 
-def _call(model: Callable[..., Any], batch: Any) -> None:
+def call(model: Callable[..., Any], batch: Any) -> Any:
+    """The model's output for a batch of any of the forms that `moments` takes."""
     if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        model(*batch)
-    else:
-        model(batch)
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
+        return {key: moved(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(_moved(value, device) for value in batch)
+        return tuple(moved(value, device) for value in batch)
     return batch

@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from monarch_rocm import fitting, init, projection
-from monarch_rocm.calibration import Moments, moments
+from monarch_rocm.allocation import Budget, allocate, choices
+from monarch_rocm.calibration import Moments, costs, moments
 from monarch_rocm.config import MonarchConfig
 from monarch_rocm.integrations.transformers import is_conv1d
 from monarch_rocm.linear import MonarchLinear
@@ -38,6 +40,7 @@ def monarchize(
     filter_fn: FilterFn | None = None,
     *,
     calibration: Iterable[Any] | None = None,
+    budget: float | Budget | None = None,
 ) -> tuple[nn.Module, MonarchReport]:
     """Replace the linear layers of a model by Monarch layers, in place.
 
@@ -68,7 +71,8 @@ def monarchize(
     Raises:
         TypeError: a `model` that is no module, a `config` that is no `MonarchConfig`.
         ValueError: a weight that is not finite; calibration with init "random", without batches, on
-            the meta device or for complex weights. Nothing has been replaced then.
+            the meta device or for complex weights; a budget that cannot be reached, or together with a
+            rank, init "random", the meta device or complex weights. Nothing has been replaced then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -81,20 +85,41 @@ def monarchize(
     config = MonarchConfig() if config is None else config
     if not isinstance(config, MonarchConfig):
         raise TypeError(f"config must be a MonarchConfig, but it is a {type(config).__name__}")
+    budget = Budget(budget) if isinstance(budget, (int, float)) else budget
     report = MonarchReport(params_before=_count(model.parameters()))
     chosen, report.skipped = _choose(model, filter_fn)
+    if budget is not None:
+        _check_budget(budget, config, calibration)
+    if budget is not None or calibration is not None:
+        _check_fitting(chosen, config, "a budget" if calibration is None else "calibration")
     shapes = {}
     for linear, name in chosen.items():
         weight = _dense_weight(linear)
         out_features, in_features = weight.shape
-        shapes[linear] = MonarchShape(in_features, out_features, config.nblocks, config.rank, config.layout)
+        if budget is None:
+            shapes[linear] = MonarchShape(
+                in_features, out_features, config.nblocks, config.rank, config.layout
+            )
         if config.init == "project" and not weight.is_meta:
             try:
                 projection.check_weight(weight)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"layer {name!r}: {error}") from None
 
-    seen = {} if calibration is None else _calibrate(model, chosen, config, calibration)
+    seen: dict[int, _Seen] = {}
+    rows: dict[nn.Module, int] = {}
+    if calibration is not None:
+        batches = iter(calibration)
+        try:
+            first = next(batches)
+        except StopIteration:
+            raise ValueError("calibration has no batches") from None
+        report.flops_before, rows = costs(model, chosen, first)
+        seen = _calibrate(model, chosen, chain([first], batches))
+    if budget is not None:
+        shapes = _spend(chosen, config, budget, seen, rows, report)
+        for linear in [linear for linear in chosen if linear not in shapes]:
+            report.skipped.append(Skipped(chosen.pop(linear), "dense, which the budget is well spent on"))
     replaced: dict[nn.Module, MonarchLinear] = {}
     factors: dict[int, _Factors] = {}
     for linear in chosen:
@@ -114,6 +139,10 @@ def monarchize(
                 parent._modules[name] = replaced[child]  # type: ignore[index]
     root: nn.Module = replaced.get(model, model)  # type: ignore[arg-type]
     report.params_after = _count(root.parameters())
+    if report.flops_before is not None:
+        pairs = zip(chosen, report, strict=True)
+        saved = sum(rows[linear] * (row.flops_before - row.flops_after) for linear, row in pairs)
+        report.flops_after = report.flops_before - saved
     return root, report
 
 
@@ -134,17 +163,76 @@ class _Seen:
     shifts: bool
 
 
-def _calibrate(
-    model: nn.Module, chosen: dict[nn.Module, str], config: MonarchConfig, batches: Iterable[Any]
-) -> dict[int, _Seen]:
-    """What is fed to each weight, by the weight's id; without those that no batch came to."""
+def _check_budget(budget: object, config: MonarchConfig, calibration: object) -> None:
+    if not isinstance(budget, Budget):
+        raise TypeError(f"budget must be a number or a Budget, but it is a {type(budget).__name__}")
+    if config.rank is not None:
+        raise ValueError(f"a budget chooses ranks, but rank={config.rank} was given too")
+    if budget.of == "flops" and calibration is None:
+        raise ValueError("a budget of FLOPs needs calibration batches, on which they are counted")
+
+
+def _check_fitting(chosen: dict[nn.Module, str], config: MonarchConfig, what: str) -> None:
+    """Raise where there are no weights to fit."""
     if config.init != "project":
-        raise ValueError(f"calibration is for init='project', but init={config.init!r} was given")
+        raise ValueError(f"{what} is for init='project', but init={config.init!r} was given")
     for linear, name in chosen.items():
         weight = _dense_weight(linear)
         if weight.is_meta or weight.is_complex():
-            what = "is on the meta device" if weight.is_meta else f"has a weight of {weight.dtype}"
-            raise ValueError(f"calibration cannot run: layer {name!r} {what}")
+            kind = "is on the meta device" if weight.is_meta else f"has a weight of {weight.dtype}"
+            raise ValueError(f"{what} cannot be used: layer {name!r} {kind}")
+
+
+def _spend(
+    chosen: dict[nn.Module, str],
+    config: MonarchConfig,
+    budget: Budget,
+    seen: dict[int, _Seen],
+    rows: dict[nn.Module, int],
+    report: MonarchReport,
+) -> dict[nn.Module, MonarchShape]:
+    """The geometry of each layer that is to be replaced, within the budget."""
+    layers = defaultdict(list)
+    for linear in chosen:
+        layers[id(linear.weight)].append(linear)
+    options = {}
+    for key, group in layers.items():
+        weight = _dense_weight(group[0])
+        second = _second(weight, seen.get(key))
+        unit = 1 if budget.of == "parameters" else 2 * sum(rows[linear] for linear in group)
+        power = fitting.power(weight, second)
+        scale = 1 / power if power > 0 else 0.0
+        options[key] = choices(weight, second, budget.nblocks, config.layout, scale, unit)
+    dense = sum(each[0].cost for each in options.values())
+    total = report.params_before if budget.of == "parameters" else report.flops_before
+    assert total is not None
+    limit = math.floor(budget.fraction * total)
+    picked = allocate(options, limit - (total - dense))
+    if picked is None:
+        least = total - dense + sum(min(choice.cost for choice in each) for each in options.values())
+        raise ValueError(
+            f"a budget of {budget.fraction:g} is {limit:,} of the model's {total:,} {budget.of}, out of "
+            f"reach: {total - dense:,} are outside of layers that can be replaced; with these smallest, "
+            f"{least:,} ({least / total:.0%}) are left"
+        )
+    found = {}
+    for key, group in layers.items():
+        shape = picked[key].shape
+        if shape is not None:
+            found.update(dict.fromkeys(group, shape))
+    return {linear: found[linear] for linear in chosen if linear in found}
+
+
+def _second(weight: Tensor, seen: _Seen | None) -> Tensor:
+    """Second moment of what a weight is fed; that of white noise where nothing was seen."""
+    if seen is not None and seen.moments.weight:
+        return seen.moments.about(seen.moments.mean if seen.shifts else None)
+    dtype = torch.float32 if weight.device.type == "mps" else torch.float64
+    return torch.eye(weight.shape[1], dtype=dtype, device=weight.device)
+
+
+def _calibrate(model: nn.Module, chosen: dict[nn.Module, str], batches: Iterable[Any]) -> dict[int, _Seen]:
+    """What is fed to each weight, by the weight's id; without those that no batch came to."""
     owners = _owners(model)
     seen: dict[int, _Seen] = {}
     for linear, found in moments(model, chosen, batches).items():
@@ -241,7 +329,7 @@ def _make_factors(
     parameter: nn.Parameter = linear.weight  # type: ignore[assignment]
     error, output_error, shift = math.nan, math.nan, None
     if seen is not None and seen.moments.weight:
-        second = seen.moments.about(seen.moments.mean if seen.shifts else None)
+        second = _second(dense, seen)
         blkdiag1, blkdiag2, output_error = fitting.fit_to(dense, second, shape)
         factors = blkdiag1, blkdiag2
         error = _relative_error(dense, factors, shape)

@@ -22,13 +22,16 @@ DAMPING = 1e-6  # of the mean variance, for inputs that never vary
 
 
 @torch.no_grad()
-def fit_to(weight: Tensor, second: Tensor, shape: MonarchShape) -> tuple[Tensor, Tensor, float]:
+def fit_to(
+    weight: Tensor, second: Tensor, shape: MonarchShape, sweeps: int = SWEEPS
+) -> tuple[Tensor, Tensor, float]:
     """Factors of a weight for inputs with a given second moment.
 
     Args:
         weight (Tensor): `(out_features, in_features)`, floating, finite.
         second (Tensor): `(in_features, in_features)`, symmetric, about zero or the mean; floating.
         shape (MonarchShape): the geometry.
+        sweeps (int): turns of both factors, at most.
 
     Returns:
         (Tensor, Tensor, float): `blkdiag1`, `blkdiag2` in the weight's dtype, and the root mean
@@ -37,16 +40,8 @@ def fit_to(weight: Tensor, second: Tensor, shape: MonarchShape) -> tuple[Tensor,
     Source: as GPTQ-like and whitened SVD compression weigh errors (Frantar et al. 2022; Wang et al.
     2024, "SVD-LLM"), here for Monarch's sub-blocks, with alternating least squares.
     """
-    dense = projection.check_weight(weight).to(second.dtype)
-    K, L, P, S = shape.K, shape.L, shape.P, shape.S
-    width = K * P
-    dense = F.pad(dense, (0, width - shape.in_features, 0, L * S - shape.out_features))
-    dense = rearrange(dense, "(s l) i -> l s i" if shape.layout == "interleaved" else "(l s) i -> l s i", l=L)
-    second = F.pad(second, (0, width - shape.in_features, 0, width - shape.in_features))
-    damping = DAMPING * float(second.diagonal().mean())
-    damping = damping or 1.0  # inputs that are all zero: any factors are right, and these are finite
-    second = second + damping * torch.eye(width, dtype=second.dtype, device=second.device)
-    diagonal = torch.stack([second[i : i + P, i : i + P] for i in range(0, width, P)])
+    K, L = shape.K, shape.L
+    dense, second, diagonal, damping = _prepare(weight, second, shape.nblocks, shape.layout)
 
     # Hidden features of out-block l and in-block k: left[l, k] (depth, S) and right[l, k] (depth, P).
     depth = -(-shape.Q // L)
@@ -57,11 +52,11 @@ def fit_to(weight: Tensor, second: Tensor, shape: MonarchShape) -> tuple[Tensor,
     left, right = left * exists, right * exists
     total = float((dense @ second * dense).sum())
     error = _error(dense - _product(left, right), second)
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         left = _second_factor(dense, second, right) * exists
         change = dense - _product(left, right)
         for block in range(K):
-            columns = slice(block * P, (block + 1) * P)
+            columns = slice(block * shape.P, (block + 1) * shape.P)
             step = _first_factor_step(change @ second[:, columns], left[:, block], diagonal[block])
             step = step * exists[:, block]
             right[:, block] += step
@@ -81,13 +76,58 @@ def fit_to(weight: Tensor, second: Tensor, shape: MonarchShape) -> tuple[Tensor,
     return blkdiag1.to(weight.dtype), blkdiag2.to(weight.dtype), relative
 
 
+@torch.no_grad()
+def errors(weight: Tensor, second: Tensor, nblocks: tuple[int, int], layout: str) -> Tensor:
+    """Squared output error of each rank of the sub-blocks, from 0, as if in-blocks were not coupled.
+
+    Exact for one in-block (up to the damping); what `fit_to` starts from elsewhere.
+    """
+    dense, _, diagonal, damping = _prepare(weight, second, nblocks, layout)
+    root, _ = _roots(diagonal, damping)
+    blocks = rearrange(dense, "l s (k p) -> l k s p", k=len(diagonal)) @ root
+    squares = torch.linalg.svdvals(blocks).square().sum((0, 1))
+    return F.pad(squares.flip(0).cumsum(0).flip(0), (0, 1))
+
+
+@torch.no_grad()
+def power(weight: Tensor, second: Tensor) -> float:
+    """Mean squared norm of the dense layer's outputs."""
+    dense = projection.check_weight(weight).to(second.dtype)
+    return float((dense @ second * dense).sum())
+
+
+def _prepare(
+    weight: Tensor, second: Tensor, nblocks: tuple[int, int], layout: str
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The weight as `(L, S, K*P)`, its inputs' moments padded and damped, those of each in-block, and
+    the damping.
+    """
+    K, L = nblocks
+    dense = projection.check_weight(weight).to(second.dtype)
+    P, S = -(-dense.shape[1] // K), -(-dense.shape[0] // L)
+    width = K * P
+    pad = width - dense.shape[1]
+    dense = F.pad(dense, (0, pad, 0, L * S - dense.shape[0]))
+    dense = rearrange(dense, "(s l) i -> l s i" if layout == "interleaved" else "(l s) i -> l s i", l=L)
+    damping = DAMPING * float(second.diagonal().mean())
+    damping = damping or 1.0  # inputs that are all zero: any factors are right, and these are finite
+    second = F.pad(second, (0, pad, 0, pad))
+    second = second + damping * torch.eye(width, dtype=second.dtype, device=second.device)
+    diagonal = torch.stack([second[i : i + P, i : i + P] for i in range(0, width, P)])
+    return dense, second, diagonal, damping
+
+
+def _roots(diagonal: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Square roots of second moments `(..., P, P)`, and their inverses."""
+    values, vectors = torch.linalg.eigh(diagonal)
+    values = values.clamp_min(damping).sqrt()[..., None, :]
+    return vectors * values @ vectors.mT, vectors / values @ vectors.mT
+
+
 def _start(dense: Tensor, diagonal: Tensor, depth: int, damping: float) -> tuple[Tensor, Tensor]:
     """Truncated SVDs of the sub-blocks, whitened by each in-block's own second moment."""
     blocks = len(diagonal)
-    values, vectors = torch.linalg.eigh(diagonal)
-    values = values.clamp_min(damping)
-    root = vectors * values.sqrt()[:, None] @ vectors.mT
-    inverse = vectors / values.sqrt()[:, None] @ vectors.mT
+    root, inverse = _roots(diagonal, damping)
     u, sigma, vh = torch.linalg.svd(
         rearrange(dense, "l s (k p) -> l k s p", k=blocks) @ root, full_matrices=False
     )
