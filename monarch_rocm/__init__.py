@@ -23,6 +23,7 @@ from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.planning import plan
 from monarch_rocm.projection import monarch_weight, project
 from monarch_rocm.shape import MonarchShape
+from monarch_rocm.structure import restructure, structure
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,4 +37,6 @@ __all__ = [
     "monarchize",
     "plan",
     "project",
+    "restructure",
+    "structure",
 ]

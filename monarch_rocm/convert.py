@@ -18,7 +18,7 @@ from monarch_rocm import fitting, init, projection
 from monarch_rocm.allocation import Budget, allocate, choices
 from monarch_rocm.calibration import Moments, costs, moments
 from monarch_rocm.config import MonarchConfig
-from monarch_rocm.integrations.transformers import is_conv1d
+from monarch_rocm.integrations.transformers import is_conv1d, remember
 from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.report import MonarchReport, Row, Skipped
 from monarch_rocm.shape import MonarchShape
@@ -143,6 +143,8 @@ def monarchize(
         pairs = zip(chosen, report, strict=True)
         saved = sum(rows[linear] * (row.flops_before - row.flops_after) for linear, row in pairs)
         report.flops_after = report.flops_before - saved
+    if report.rows:
+        remember(root)
     return root, report
 
 
