@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from monarch_rocm import fitting
+from monarch_rocm import fitting, projection
 from monarch_rocm.shape import MonarchShape, check_nblocks
 
 COSTS = ("parameters", "flops")
@@ -26,7 +26,7 @@ class Budget:
         fraction (float): of the dense model's parameters or FLOPs, between 0 and 1.
         of (str): "parameters" (default), shared ones counted once; or "flops", of a pass over the
             first calibration batch.
-        nblocks (sequence of int or (int, int)): what `nblocks` may be. Default: 1, 2, 4 and 8. With
+        nblocks (sequence of int or (int, int)): what `nblocks` may be. Default: 1, 2 and 4. With
             `(1,)` every layer is of low rank, with `(4,)` all have four blocks.
 
     Raises:
@@ -39,7 +39,7 @@ class Budget:
 
     fraction: float
     of: str = "parameters"
-    nblocks: tuple[int | tuple[int, int], ...] = (1, 2, 4, 8)
+    nblocks: tuple[int | tuple[int, int], ...] = (1, 2, 4)
 
     def __post_init__(self) -> None:
         number = self.fraction
@@ -71,44 +71,55 @@ class Choice:
 
 
 def choices(
-    weight: Tensor, second: Tensor, nblocks: Sequence[Any], layout: str, scale: float, unit: int
+    weight: Tensor,
+    second: Tensor,
+    outputs: Tensor | None,
+    nblocks: Sequence[Any],
+    layout: str,
+    unit: int,
 ) -> list[Choice]:
     """All ways to build one layer that cost less than the dense one, and the dense one.
 
-    Errors of all ranks come from the singular values of the whitened sub-blocks. They are exact for
-    K = 1; where in-blocks are coupled, they are scaled by what the coupling does at rank 0 and in fits
+    Errors of all ranks come from the singular values of the whitened sub-blocks. They are exact
+    for one block; where blocks are coupled, they are scaled by what the coupling does at rank 0 and in fits
     of a third and of two thirds of the highest rank.
 
     Args:
         weight (Tensor): `(out_features, in_features)`.
         second (Tensor): `(in_features, in_features)`, second moment of its inputs.
+        outputs (Tensor, optional): `(out_features, out_features)`, how much its outputs matter
+            (`calibration.sensitivities`). Default: losses are relative to the power of the outputs, as
+            if all layers mattered alike.
         nblocks (sequence of (int, int)): as in `Budget`.
         layout (str): as in `MonarchConfig`.
-        scale (float): what one unit of squared output error adds to the model's.
         unit (int): what a number in a factor costs, in parameters or FLOPs.
     """
     out_features, in_features = weight.shape
     found = [Choice(None, weight.numel() * unit, 0.0)]
+    power = fitting.power(weight, second, outputs)
+    scale = 1.0 if outputs is not None or power <= 0 else 1 / power
     for K, L in nblocks:
         P, S = -(-in_features // K), -(-out_features // L)
         each = K * L * (P + S)  # numbers that one more rank costs
         highest = min(P, S, (weight.numel() - 1) // each)
         if highest < 1 or weight.numel() < K * L:
             continue
-        errors = fitting.errors(weight, second, (K, L), layout)
+        errors = fitting.errors(weight, second, (K, L), layout, outputs)
         step = 2 ** max(0, int(math.log2(highest / STEPS))) if highest > STEPS else 1
         coupling = [(0, 1.0)]
-        if K > 1:
-            power = fitting.power(weight, second)
+        if K > 1 or (L > 1 and outputs is not None):
             known = [(0, power)]
             for part in (1, 2):
                 rank = max(1, part * highest // 3 // step * step)
                 shape = MonarchShape(in_features, out_features, (K, L), rank, layout)
-                known.append((rank, fitting.fit_to(weight, second, shape, sweeps=4)[2] ** 2 * power))
+                factors = fitting.fit_to(weight, second, shape, outputs, sweeps=4)
+                change = projection.change(weight, factors, shape)
+                known.append((rank, fitting.power(change, second, outputs)))
             coupling = [(rank, real / max(float(errors[rank]), 1e-300)) for rank, real in known]
         for rank in sorted({*range(step, highest + 1, step), 1}):
             shape = MonarchShape(in_features, out_features, (K, L), rank, layout)
-            found.append(Choice(shape, each * rank * unit, scale * _at(rank, coupling) * float(errors[rank])))
+            loss = _at(rank, coupling) * float(errors[rank])
+            found.append(Choice(shape, each * rank * unit, loss * scale))
     return found
 
 

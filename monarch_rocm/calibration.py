@@ -1,4 +1,4 @@
-"""What a model feeds its linear layers: mean and second moment of every layer's inputs."""
+"""What a model feeds its linear layers, and how much their outputs matter to its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+
+Readout = Callable[[Any, Any], Tensor]
 
 
 class Moments:
@@ -21,10 +24,15 @@ class Moments:
     """
 
     def __init__(self, features: int, device: torch.device) -> None:
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = self.dtype(device)
         self.weight = 0.0
         self.first = torch.zeros(features, dtype=dtype, device=device)
         self.second = torch.zeros(features, features, dtype=dtype, device=device)
+
+    @staticmethod
+    def dtype(device: torch.device) -> torch.dtype:
+        """What moments are summed in."""
+        return torch.float32 if device.type == "mps" else torch.float64
 
     def add(self, x: Tensor, weight: Tensor) -> None:
         """Count rows `x (rows, features)`, each as often as `weight (rows,)` says."""
@@ -98,11 +106,100 @@ def moments(
         for batch in batches:
             empty = False
             batch = moved(batch, device_of(model))
-            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+            mask = mask_of(batch)
             call(model, batch)
     if empty:
         raise ValueError("calibration has no batches")
     return found
+
+
+def sensitivities(
+    model: nn.Module,
+    layers: Collection[nn.Module],
+    batches: Iterable[Any],
+    readout: Readout | None = None,
+) -> dict[nn.Module, Tensor]:
+    """How much the model's output changes for small changes of its layers' outputs.
+
+    For each layer the mean over sequences of `J^T J`, summed over positions, with J the derivative of
+    the model's output by the layer's at one position. So a small error e of the layer's output adds
+    about `e^T G e` to the squared error of the model's, or to twice its Kullback-Leibler divergence,
+    where the output has logits. One random projection of the output is drawn a batch.
+
+    Args:
+        model, layers, batches: as for `moments`.
+        readout (callable, optional): `readout(output, batch)`, a tensor with a row a sequence, in place of
+            the whole output.
+
+    Returns:
+        dict of nn.Module to Tensor: `(out_features, out_features)`, in float64, of the layers that the
+        output depends on.
+
+    Raises:
+        TypeError: a model whose output has no floating tensors.
+
+    Source: Hutchinson 1989 for the projections; the Fisher matrix where there are logits, and one block
+    a layer of its output side as in K-FAC (Martens & Grosse 2015).
+    """
+    found: dict[nn.Module, Tensor] = {}
+    outputs: list[tuple[nn.Module, Tensor]] = []
+
+    def keep(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # Without a graph yet, where all before it is frozen, the graph begins here.
+        output = output if output.requires_grad else output.detach().requires_grad_()
+        outputs.append((layer, output))
+        return output
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    generator = torch.Generator().manual_seed(0)
+    sequences = 0
+    try:
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), evaluating(model):
+            for batch in batches:
+                batch = moved(batch, device_of(model))
+                outputs.clear()
+                output = call(model, batch)
+                if readout is not None:
+                    output = readout(output, batch)
+                projected, count = _projected(output, mask_of(batch), generator)
+                sequences += count
+                kept = [output for _, output in outputs]
+                gradients = torch.autograd.grad(projected, kept, allow_unused=True)
+                for (layer, _), gradient in zip(outputs, gradients, strict=True):
+                    if gradient is not None:
+                        rows = gradient.reshape(-1, gradient.shape[-1])
+                        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+                        square = (rows.T @ rows).to(Moments.dtype(rows.device))
+                        found[layer] = found.get(layer, 0) + square
+    finally:
+        outputs.clear()
+        for handle in handles:
+            handle.remove()
+    return {layer: total / sequences for layer, total in found.items()}
+
+
+def _projected(output: Any, mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, int]:
+    """A scalar whose gradient's outer product is, on average, what `sensitivities` sums, and the number of
+    sequences. Positions weigh as in `moments`.
+    """
+    logits = getattr(output, "logits", None)
+    wanted = logits if logits is not None else getattr(output, "last_hidden_state", output)
+    leaves = [leaf for leaf in tree_leaves(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not leaves:
+        raise TypeError(f"the model returns {type(output).__name__}, with no floating tensor in it")
+    total = leaves[0].new_zeros((), dtype=torch.float32)
+    for leaf in leaves:
+        leaf = leaf.float()
+        if logits is not None:
+            flat = leaf.log_softmax(-1).reshape(-1, leaf.shape[-1])
+            drawn = torch.multinomial(flat.detach().exp().cpu(), 1, generator=generator).to(leaf.device)
+            leaf = flat.gather(1, drawn).reshape(*leaf.shape[:-1], 1)
+            noise = leaf.new_ones(leaf.shape)
+        else:
+            noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
+        weight = _weights(leaf, mask).reshape(*leaf.shape[:-1], 1).sqrt()
+        total = total + (leaf * weight * noise).sum()
+    return total, len(leaves[0])
 
 
 @torch.no_grad()
@@ -142,6 +239,11 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
+
+
+def mask_of(batch: Any) -> Tensor | None:
+    """A batch's `attention_mask`, where it has one."""
+    return batch.get("attention_mask") if isinstance(batch, Mapping) else None
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from monarch_rocm import fitting, init, projection
-from monarch_rocm.allocation import Budget, allocate, choices
-from monarch_rocm.calibration import Moments, costs, moments
+from monarch_rocm.allocation import Budget, Choice, allocate, choices
+from monarch_rocm.calibration import Moments, Readout, costs, moments, sensitivities
 from monarch_rocm.config import MonarchConfig
 from monarch_rocm.integrations.transformers import is_conv1d, remember
 from monarch_rocm.linear import MonarchLinear
@@ -41,6 +41,7 @@ def monarchize(
     *,
     calibration: Iterable[Any] | None = None,
     budget: float | Budget | None = None,
+    readout: Readout | None = None,
 ) -> tuple[nn.Module, MonarchReport]:
     """Replace the linear layers of a model by Monarch layers, in place.
 
@@ -72,7 +73,8 @@ def monarchize(
         TypeError: a `model` that is no module, a `config` that is no `MonarchConfig`.
         ValueError: a weight that is not finite; calibration with init "random", without batches, on
             the meta device or for complex weights; a budget that cannot be reached, or together with a
-            rank, init "random", the meta device or complex weights. Nothing has been replaced then.
+            rank, init "random", the meta device or complex weights; a readout without calibration.
+            Nothing has been replaced then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -90,6 +92,8 @@ def monarchize(
     chosen, report.skipped = _choose(model, filter_fn)
     if budget is not None:
         _check_budget(budget, config, calibration)
+    if readout is not None and calibration is None:
+        raise ValueError("a readout is of outputs on calibration batches, but none were given")
     if budget is not None or calibration is not None:
         _check_fitting(chosen, config, "a budget" if calibration is None else "calibration")
     shapes = {}
@@ -109,17 +113,27 @@ def monarchize(
     seen: dict[int, _Seen] = {}
     rows: dict[nn.Module, int] = {}
     if calibration is not None:
-        batches = iter(calibration)
-        try:
-            first = next(batches)
-        except StopIteration:
-            raise ValueError("calibration has no batches") from None
+        weighs = budget is not None or readout is not None
+        batches = iter(list(calibration) if weighs else calibration)
+        first = next(batches, None)
+        if first is None:
+            raise ValueError("calibration has no batches")
         report.flops_before, rows = costs(model, chosen, first)
-        seen = _calibrate(model, chosen, chain([first], batches))
+        if weighs:
+            batches = [first, *batches]  # type: ignore[assignment]
+            seen = _calibrate(model, chosen, batches, sensitivities(model, chosen, batches, readout))
+        else:
+            seen = _calibrate(model, chosen, chain([first], batches), {})
     if budget is not None:
         shapes = _spend(chosen, config, budget, seen, rows, report)
+        weighed = any(each.outputs is not None for each in seen.values())
         for linear in [linear for linear in chosen if linear not in shapes]:
-            report.skipped.append(Skipped(chosen.pop(linear), "dense, which the budget is well spent on"))
+            found = seen.get(id(linear.weight))
+            idle = weighed and (found is None or found.outputs is None)
+            reason = (
+                "the output does not depend on it" if idle else "dense, which the budget is well spent on"
+            )
+            report.skipped.append(Skipped(chosen.pop(linear), reason))
     replaced: dict[nn.Module, MonarchLinear] = {}
     factors: dict[int, _Factors] = {}
     for linear in chosen:
@@ -159,9 +173,12 @@ class _Factors:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Inputs of the layers that share a weight, and whether the one that has it has a bias of its own."""
+    """Inputs of the layers that share a weight, how much their outputs matter, and whether the one that has
+    it has a bias of its own.
+    """
 
     moments: Moments
+    outputs: Tensor | None
     shifts: bool
 
 
@@ -197,14 +214,16 @@ def _spend(
     layers = defaultdict(list)
     for linear in chosen:
         layers[id(linear.weight)].append(linear)
-    options = {}
+    matters = any(each.outputs is not None for each in seen.values())
+    options: dict[int, list[Choice]] = {}
     for key, group in layers.items():
         weight = _dense_weight(group[0])
         second = _second(weight, seen.get(key))
         unit = 1 if budget.of == "parameters" else 2 * sum(rows[linear] for linear in group)
-        power = fitting.power(weight, second)
-        scale = 1 / power if power > 0 else 0.0
-        options[key] = choices(weight, second, budget.nblocks, config.layout, scale, unit)
+        outputs = seen[key].outputs if key in seen else None
+        if matters and outputs is None:
+            continue  # what the output does not depend on is not touched
+        options[key] = choices(weight, second, outputs, budget.nblocks, config.layout, unit)
     dense = sum(each[0].cost for each in options.values())
     total = report.params_before if budget.of == "parameters" else report.flops_before
     assert total is not None
@@ -218,10 +237,9 @@ def _spend(
             f"{least:,} ({least / total:.0%}) are left"
         )
     found = {}
-    for key, group in layers.items():
-        shape = picked[key].shape
-        if shape is not None:
-            found.update(dict.fromkeys(group, shape))
+    for key, choice in picked.items():
+        if choice.shape is not None:
+            found.update(dict.fromkeys(layers[key], choice.shape))
     return {linear: found[linear] for linear in chosen if linear in found}
 
 
@@ -233,15 +251,24 @@ def _second(weight: Tensor, seen: _Seen | None) -> Tensor:
     return torch.eye(weight.shape[1], dtype=dtype, device=weight.device)
 
 
-def _calibrate(model: nn.Module, chosen: dict[nn.Module, str], batches: Iterable[Any]) -> dict[int, _Seen]:
+def _calibrate(
+    model: nn.Module,
+    chosen: dict[nn.Module, str],
+    batches: Iterable[Any],
+    matters: dict[nn.Module, Tensor],
+) -> dict[int, _Seen]:
     """What is fed to each weight, by the weight's id; without those that no batch came to."""
     owners = _owners(model)
     seen: dict[int, _Seen] = {}
     for linear, found in moments(model, chosen, batches).items():
         key, bias = id(linear.weight), linear._parameters["bias"]
         shifts = bias is not None and len(owners[key]) == len(owners[id(bias)]) == 1
-        both = found if key not in seen else seen[key].moments + found
-        seen[key] = _Seen(both, shifts)
+        outputs = matters.get(linear)
+        if key in seen:
+            found = seen[key].moments + found
+            others = [each for each in (outputs, seen[key].outputs) if each is not None]
+            outputs = torch.stack(others).sum(0) if others else None
+        seen[key] = _Seen(found, outputs, shifts)
     return seen
 
 
@@ -332,14 +359,13 @@ def _make_factors(
     error, output_error, shift = math.nan, math.nan, None
     if seen is not None and seen.moments.weight:
         second = _second(dense, seen)
-        blkdiag1, blkdiag2, output_error = fitting.fit_to(dense, second, shape)
-        factors = blkdiag1, blkdiag2
+        factors = fitting.fit_to(dense, second, shape, seen.outputs)
         error = _relative_error(dense, factors, shape)
+        change = projection.change(dense, factors, shape).to(second.dtype)
+        power = fitting.power(dense, second)
+        output_error = math.sqrt(max(0.0, fitting.power(change, second)) / power) if power > 0 else 0.0
         if seen.shifts:
-            one, two = (factor.to(second.dtype) for factor in factors)
-            monarch = projection.monarch_weight(one, two, layout=shape.layout)
-            change = dense.to(second.dtype) - monarch[: shape.out_features, : shape.in_features]
-            shift = change @ seen.moments.mean
+            shift = -change @ seen.moments.mean
     elif config.init == "project" and not dense.is_meta:
         factors = projection.project_to(dense, shape)
         error = _relative_error(dense, factors, shape)
@@ -353,12 +379,8 @@ def _make_factors(
 
 
 def _relative_error(dense: Tensor, factors: tuple[Tensor, Tensor], shape: MonarchShape) -> float:
-    dense = projection.check_weight(dense)
-    one, two = (factor.to(dense.dtype) for factor in factors)
-    monarch = projection.monarch_weight(one, two, layout=shape.layout)
-    norm = float(torch.linalg.vector_norm(dense))
-    change = monarch[: shape.out_features, : shape.in_features] - dense
-    return float(torch.linalg.vector_norm(change)) / norm if norm else 0.0
+    norm = float(torch.linalg.vector_norm(projection.check_weight(dense)))
+    return float(torch.linalg.vector_norm(projection.change(dense, factors, shape))) / norm if norm else 0.0
 
 
 def _make_layer(

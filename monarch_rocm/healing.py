@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from monarch_rocm import calibration
+from monarch_rocm.calibration import Readout
 from monarch_rocm.linear import MonarchLinear
 
-Loss = Callable[[Any, Any, Any], Tensor]
 WARMUP = 0.03  # of all steps
 FLOOR = 0.02  # of the learning rate, at the end
 FORMAT = 1  # of a checkpoint
@@ -46,7 +46,7 @@ def heal(
     *,
     steps: int | None = None,
     lr: float = 1e-3,
-    loss: Loss | None = None,
+    readout: Readout | None = None,
     layerwise: float = 1.0,
     checkpoint: str | Path | None = None,
     every: int = 100,
@@ -69,8 +69,9 @@ def heal(
         steps (int, optional): optimizer steps, a batch each. Default: one pass, where `batches` has a
             length.
         lr (float): learning rate at its highest.
-        loss (callable, optional): `loss(student_output, teacher_output, batch)`, a scalar. Default:
-            `distance`.
+        readout (callable, optional): `readout(output, batch)` gives what of a model's output matters, a
+            tensor such as a pooled embedding, as for `monarchize`. Default: logits, compared by their
+            Kullback-Leibler divergence; else the last hidden state, else what the model returns.
         layerwise (float): weight of the layers' loss; 0 leaves it out.
         checkpoint (path, optional): file for all that is needed to go on, written every `every` steps
             and at the end, atomically. Where it exists already, training goes on from there; a finished
@@ -112,7 +113,6 @@ def heal(
     if path is not None and path.exists():
         healing.losses = _resume(path, plan, trained, optimizer)
         healing.resumed_at = len(healing.losses)
-    compare = loss or distance
     device = next(iter(trained.values())).device
     began = time.perf_counter()
     with (
@@ -129,9 +129,9 @@ def heal(
                 group["lr"] = lr * _schedule(step, steps)
             with torch.no_grad():
                 wanted = calibration.call(teacher, batch)
-            value = compare(calibration.call(student, batch), wanted, batch)
+            value = distance(calibration.call(student, batch), wanted, batch, readout)
             if pairs:
-                value = value + layerwise * outputs.distance(_mask(batch))
+                value = value + layerwise * outputs.distance(calibration.mask_of(batch))
             number = float(value.detach())
             if not math.isfinite(number):
                 raise FloatingPointError(f"the loss of step {step} is {number}; try a lower lr than {lr}")
@@ -147,13 +147,15 @@ def heal(
     return healing
 
 
-def distance(student: Any, teacher: Any, batch: Any) -> Tensor:
+def distance(student: Any, teacher: Any, batch: Any, readout: Readout | None = None) -> Tensor:
     """How far one model's output is from the other's, on the positions that the batch's mask keeps.
 
     For outputs with `logits`, the Kullback-Leibler divergence of the predicted distributions, in nats a
-    position; for others (`last_hidden_state`, or a tensor) the squared change over the squared output.
+    position; for others, or what `readout` makes of them, the squared change over the squared output.
     """
-    mask = _mask(batch)
+    mask = calibration.mask_of(batch)
+    if readout is not None:
+        return _relative(readout(student, batch), readout(teacher, batch), None)
     if hasattr(student, "logits"):
         one, two = student.logits.float().log_softmax(-1), teacher.logits.float().log_softmax(-1)
         values = F.kl_div(one, two, reduction="none", log_target=True).sum(-1)
@@ -162,7 +164,7 @@ def distance(student: Any, teacher: Any, batch: Any) -> Tensor:
         return values.mean()
     one, two = (getattr(output, "last_hidden_state", output) for output in (student, teacher))
     if not isinstance(one, Tensor):
-        raise TypeError(f"the models return {type(one).__name__}, which needs a loss of your own: pass loss=")
+        raise TypeError(f"the models return {type(one).__name__}: say what matters of it by a readout")
     return _relative(one, two, mask)
 
 
@@ -171,10 +173,6 @@ def _relative(one: Tensor, two: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.shape == one.shape[:-1]:
         one, two = one * mask[..., None], two * mask[..., None]
     return (one - two).square().sum() / two.square().sum().clamp_min(1e-12)
-
-
-def _mask(batch: Any) -> Tensor | None:
-    return batch.get("attention_mask") if isinstance(batch, Mapping) else None
 
 
 def _pairs(student: nn.Module, teacher: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

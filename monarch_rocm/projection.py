@@ -140,6 +140,14 @@ def monarch_weight(blkdiag1: Tensor, blkdiag2: Tensor, *, layout: str = "interle
     return rearrange(blocks, order)
 
 
+def change(weight: Tensor, factors: tuple[Tensor, Tensor], shape: MonarchShape) -> Tensor:
+    """What two factors change of a weight `(out_features, in_features)`, in a dtype for `torch.linalg`."""
+    weight = check_weight(weight)
+    one, two = (factor.to(weight.dtype) for factor in factors)
+    monarch = monarch_weight(one, two, layout=shape.layout)
+    return monarch[: shape.out_features, : shape.in_features] - weight
+
+
 def hidden_features(shape: MonarchShape, device: torch.device) -> tuple[Tensor, ...]:
     """Where each hidden feature belongs: five index vectors of length K*Q.
 

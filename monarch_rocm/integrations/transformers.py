@@ -31,8 +31,7 @@ def remember(model: nn.Module) -> None:
 
     Example:
         >>> from transformers import BertConfig, BertModel
-        >>> small = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-        >>> model = BertModel(small)
+        >>> model = BertModel(BertConfig(hidden_size=48, num_hidden_layers=1, intermediate_size=64))
         >>> _ = monarchize(model.encoder, MonarchConfig(nblocks=2))
         >>> remember(model)
         >>> model.config.quantization_config["quant_method"], len(model.config.quantization_config["layers"])
