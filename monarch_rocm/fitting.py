@@ -55,7 +55,7 @@ def fit_to(
 
     # Hidden features of out-block l and in-block k: left[l, k] (depth, S) and right[l, k] (depth, P).
     depth = -(-shape.Q // L)
-    k, l, t, r, q = projection.hidden_features(shape, second.device)
+    k, l, t, _, _ = projection.hidden_features(shape, second.device)
     exists = torch.zeros(L, K, depth, 1, dtype=second.dtype, device=second.device)
     exists[l, k, t] = 1
     left, right = _start(dense, diagonal, depth, system.damping)
@@ -79,10 +79,7 @@ def fit_to(
     ratio = (torch.linalg.vector_norm(left, dim=-1) / torch.linalg.vector_norm(right, dim=-1)).sqrt()
     ratio = ratio.nan_to_num(1, 1, 1).clamp(1e-6, 1e6)[..., None]  # both factors alike, as `project` has them
     left, right = left / ratio, right * ratio
-    blkdiag1 = right.new_zeros(shape.factor1)
-    blkdiag1[k, q] = right[l, k, t]
-    blkdiag2 = left.new_zeros(shape.factor2)
-    blkdiag2[l, :, r] = left[l, k, t]
+    blkdiag1, blkdiag2 = projection.pack(left, right, shape)
     return blkdiag1.to(weight.dtype), blkdiag2.to(weight.dtype)
 
 
