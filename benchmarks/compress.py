@@ -28,8 +28,8 @@ from transformers import AutoModel, AutoTokenizer  # noqa: E402
 import monarch_rocm  # noqa: E402
 from monarch_rocm import Budget, MonarchConfig  # noqa: E402
 
+MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
 SMALL, SMALLER = 16_100_000, 13_000_000  # parameters
-WAYS = ("ours", "low rank, as ours", "truncated SVD", "4 blocks", "4 blocks, projected")
 
 
 def build(dense, way, limit, calibration):
@@ -62,6 +62,40 @@ def timed(models, tokenizer, count, rounds):
     }
 
 
+def table(result):
+    """The rows as markdown, with their environment."""
+    found = result["environment"]
+    lines = [
+        f"Measured by `benchmarks/compress.py` on {found['device']}, {found['threads']} thread(s), "
+        f"{found['date']}, torch {found['torch']}, transformers {found['transformers']}.",
+        "",
+        "| model | parameters | healed | Lee-50 | WordSim-353 | probe |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        way, *rest = row["name"].split(":")
+        healed = f"{row['steps']} steps of {row['tokens']} tokens" if rest[1:] else ""
+        right = f"{row['probe']:.1%}" if "probe" in row else ""
+        cells = [way, f"{row['parameters']:,}", healed, f"{row['lee50']:.3f}", f"{row['wordsim']:.3f}", right]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| milliseconds a sentence of 32 tokens | batch 1 | batch 32 |", "|---|---|---|"]
+    names = dict.fromkeys(row["name"] for row in result["seconds a sentence"])
+    for name in names:
+        rows = [row for row in result["seconds a sentence"] if row["name"] == name]
+        times = [f"{row['ms']:.2f} ({row['cpu_ms']:.2f} of the processor)" for row in rows]
+        lines.append("| " + " | ".join([name, *times]) + " |")
+    return "\n".join(lines)
+
+
+def write_report(result):
+    """Put the table into the guide."""
+    page = ROOT / "docs" / "compression.md"
+    before, rest = page.read_text(encoding="utf-8").split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    text = f"{before}{MARKS[0]}\n{table(result)}\n{MARKS[1]}{after}"
+    page.write_text(text, encoding="utf-8")
+
+
 def environment(device, used):
     name = torch.cuda.get_device_name() if device == "cuda" else _processor()
     return {
@@ -91,7 +125,11 @@ def main():
     parser.add_argument("--only", nargs="+", metavar="WAY:PARAMETERS[:healed]", help="rows")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compress.json")
     parser.add_argument("--work", type=Path, default=Path("compress-work"), help="for models and checkpoints")
+    parser.add_argument("--report", action="store_true", help="only put the file's rows into the guide")
     args = parser.parse_args()
+    if args.report:
+        write_report(json.loads(args.out.read_text()))
+        return
     args.work.mkdir(exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
 
@@ -134,7 +172,9 @@ def main():
                 name: [layer["blkdiag1"], layer["blkdiag2"]] for name, layer in structure["layers"].items()
             }
             took = {"seconds": spent[0], "cpu_seconds": spent[1]}
-            add(name=plain, **minilm.score(student, tokenizer, args.data), **took, shapes=shapes)
+            add(
+                name=plain, **minilm.score(student, tokenizer, args.data, probes=False), **took, shapes=shapes
+            )
         if heals and f"{plain}:healed" not in done:
             used = time.process_time()
             healed = minilm.train(

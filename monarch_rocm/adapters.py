@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -170,7 +170,7 @@ def unload(model: nn.Module, merge: bool = True) -> nn.Module:
     return model
 
 
-def _swap(model: nn.Module, new: dict[Any, nn.Module]) -> None:
+def _swap(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
     for parent in [parent for parent in model.modules() if parent not in new.values()]:
         for name, child in parent._modules.items():
             if child in new:
@@ -190,12 +190,10 @@ def widen(layer: MonarchLinear, left: Tensor, right: Tensor) -> tuple[Any, ...]:
     """
     kept = layer.shape, layer.blkdiag1.data, layer.blkdiag2.data
     old = projection.unpack(kept[1], kept[2], layer.shape)
-    both = [torch.cat([one, two.to(one)], 2) for one, two in zip(old, (left, right), strict=True)]
-    shape = layer.shape
-    layer.shape = MonarchShape(
-        shape.in_features, shape.out_features, shape.nblocks, both[0].shape[2], shape.layout
-    )
-    layer.blkdiag1.data, layer.blkdiag2.data = projection.pack(*both, layer.shape)
+    left, right = (torch.cat([one, two.to(one)], 2) for one, two in zip(old, (left, right), strict=True))
+    shape, rank = layer.shape, left.shape[2]
+    layer.shape = MonarchShape(shape.in_features, shape.out_features, shape.nblocks, rank, shape.layout)
+    layer.blkdiag1.data, layer.blkdiag2.data = projection.pack(left, right, layer.shape)
     return kept
 
 

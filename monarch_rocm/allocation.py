@@ -112,7 +112,7 @@ def choices(
             for part in (1, 2):
                 rank = max(1, part * highest // 3 // step * step)
                 shape = MonarchShape(in_features, out_features, (K, L), rank, layout)
-                factors = fitting.fit_to(weight, second, shape, outputs, sweeps=4)
+                factors = fitting.fit_to(weight, second, shape, outputs, sweeps=2)
                 change = projection.change(weight, factors, shape)
                 known.append((rank, fitting.power(change, second, outputs)))
             coupling = [(rank, real / max(float(errors[rank]), 1e-300)) for rank, real in known]

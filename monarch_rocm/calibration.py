@@ -164,6 +164,8 @@ def sensitivities(
                 projected, count = _projected(output, mask_of(batch), generator)
                 sequences += count
                 kept = [output for _, output in outputs]
+                if not kept or not projected.requires_grad:
+                    continue
                 gradients = torch.autograd.grad(projected, kept, allow_unused=True)
                 for (layer, _), gradient in zip(outputs, gradients, strict=True):
                     if gradient is not None:

@@ -92,6 +92,8 @@ def monarchize(
     chosen, report.skipped = _choose(model, filter_fn)
     if budget is not None:
         _check_budget(budget, config, calibration)
+        if not chosen:
+            raise ValueError("a budget is out of reach: the model has no linear layers that can be replaced")
     if readout is not None and calibration is None:
         raise ValueError("a readout is of outputs on calibration batches, but none were given")
     if budget is not None or calibration is not None:
@@ -223,7 +225,9 @@ def _spend(
         outputs = seen[key].outputs if key in seen else None
         if matters and outputs is None:
             continue  # what the output does not depend on is not touched
-        options[key] = choices(weight, second, outputs, budget.nblocks, config.layout, unit)
+        # Predictions, for which single precision is enough; the factors are fitted in double.
+        outputs = None if outputs is None else outputs.float()
+        options[key] = choices(weight, second.float(), outputs, budget.nblocks, config.layout, unit)
     dense = sum(each[0].cost for each in options.values())
     total = report.params_before if budget.of == "parameters" else report.flops_before
     assert total is not None
