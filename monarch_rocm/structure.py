@@ -77,6 +77,11 @@ def restructure(model: nn.Module, structure: Mapping[str, Any], prefix: str = ""
     Raises:
         ValueError: another format; a layer that the model lacks, or that has other sizes there. Nothing
             has been replaced then.
+
+    Example:
+        >>> found = structure(MonarchLinear(16, 32, nblocks=2))
+        >>> restructure(nn.Linear(16, 32), found).shape.nblocks
+        (2, 2)
     """
     number = structure.get("format")
     if number != FORMAT:

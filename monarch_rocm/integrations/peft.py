@@ -28,7 +28,7 @@ def enable(config: Any) -> Any:
         >>> model, _ = monarchize(nn.Sequential(nn.Linear(16, 32)), MonarchConfig(nblocks=2))
         >>> adapted = get_peft_model(model, enable(LoraConfig(r=2, target_modules=["0"])))
         >>> adapted.get_nb_trainable_parameters()
-        (96, 672)
+        (96, 512)
     """
     from peft import LoraConfig
 
