@@ -80,9 +80,9 @@ def choices(
 ) -> list[Choice]:
     """All ways to build one layer that cost less than the dense one, and the dense one.
 
-    Errors of all ranks come from the singular values of the whitened sub-blocks. They are exact
-    for one block; where blocks are coupled, they are scaled by what the coupling does at rank 0 and in fits
-    of a third and of two thirds of the highest rank.
+    Errors of all ranks come from the singular values of the whitened sub-blocks. They are exact for
+    one block; where blocks are coupled, they are scaled by what the coupling does at rank 0 and in
+    fits of a third and of two thirds of the highest rank.
 
     Args:
         weight (Tensor): `(out_features, in_features)`.
@@ -112,7 +112,7 @@ def choices(
             for part in (1, 2):
                 rank = max(1, part * highest // 3 // step * step)
                 shape = MonarchShape(in_features, out_features, (K, L), rank, layout)
-                factors = fitting.fit_to(weight, second, shape, outputs, sweeps=2)
+                factors = fitting.fit_to(weight, second, shape, outputs, sweeps=4)
                 change = projection.change(weight, factors, shape)
                 known.append((rank, fitting.power(change, second, outputs)))
             coupling = [(rank, real / max(float(errors[rank]), 1e-300)) for rank, real in known]

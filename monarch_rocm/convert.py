@@ -64,6 +64,15 @@ def monarchize(
             pass each (`calibration.moments` says of what form). Factors are then the nearest in the
             layers' outputs on these, not in their weights, and a layer's own bias takes up the change
             of its mean output. Default: nearest in the weights.
+        budget (float or Budget, optional): the fraction of the model's parameters (or FLOPs, see
+            `Budget`) that may be left, never exceeded. nblocks and rank are then chosen layer by layer,
+            in place of the config's, for the least error in all, and layers that are better left dense
+            stay so. With calibration, errors are weighed by how much the model's output depends on
+            them, for which gradients flow through it and batches are kept in memory.
+        readout (callable, optional): `readout(output, batch)` gives what of the model's output matters,
+            a tensor with a row a sequence, such as a pooled embedding. Errors are weighed as with a
+            budget. Default, with a budget: logits, else the last hidden state, else all that the model
+            returns.
 
     Returns:
         (nn.Module, MonarchReport): the model, the same object unless it is itself a linear layer,
@@ -81,6 +90,10 @@ def monarchize(
         >>> model, report = monarchize(model, MonarchConfig(nblocks=4))
         >>> report.params_before, report.params_after
         (33088, 10560)
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> model, report = monarchize(model, calibration=[torch.randn(100, 64)], budget=0.5)
+        >>> 0.45 < report.params_after / report.params_before <= 0.5
+        True
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, but it is a {type(model).__name__}")
@@ -128,13 +141,9 @@ def monarchize(
             seen = _calibrate(model, chosen, chain([first], batches), {})
     if budget is not None:
         shapes = _spend(chosen, config, budget, seen, rows, report)
-        weighed = any(each.outputs is not None for each in seen.values())
         for linear in [linear for linear in chosen if linear not in shapes]:
-            found = seen.get(id(linear.weight))
-            idle = weighed and (found is None or found.outputs is None)
-            reason = (
-                "the output does not depend on it" if idle else "dense, which the budget is well spent on"
-            )
+            idle = calibration is not None and not _matters(seen.get(id(linear.weight)))
+            reason = "the output does not depend on it" if idle else "the budget is well spent on it"
             report.skipped.append(Skipped(chosen.pop(linear), reason))
     replaced: dict[nn.Module, MonarchLinear] = {}
     factors: dict[int, _Factors] = {}
@@ -216,14 +225,14 @@ def _spend(
     layers = defaultdict(list)
     for linear in chosen:
         layers[id(linear.weight)].append(linear)
-    matters = any(each.outputs is not None for each in seen.values())
+    weighed = any(_matters(each) for each in seen.values())
     options: dict[int, list[Choice]] = {}
     for key, group in layers.items():
         weight = _dense_weight(group[0])
         second = _second(weight, seen.get(key))
         unit = 1 if budget.of == "parameters" else 2 * sum(rows[linear] for linear in group)
         outputs = seen[key].outputs if key in seen else None
-        if matters and outputs is None:
+        if weighed and outputs is None:
             continue  # what the output does not depend on is not touched
         # Predictions, for which single precision is enough; the factors are fitted in double.
         outputs = None if outputs is None else outputs.float()
@@ -245,6 +254,10 @@ def _spend(
         if choice.shape is not None:
             found.update(dict.fromkeys(layers[key], choice.shape))
     return {linear: found[linear] for linear in chosen if linear in found}
+
+
+def _matters(seen: _Seen | None) -> bool:
+    return seen is not None and seen.outputs is not None
 
 
 def _second(weight: Tensor, seen: _Seen | None) -> Tensor:
