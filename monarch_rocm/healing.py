@@ -58,7 +58,8 @@ def heal(
     weight `layerwise`, of the outputs of every Monarch layer against those of the teacher's module of the
     same name. What has `requires_grad` is trained, by AdamW without weight decay, with a short warm-up
     and a cosine to nearly nothing. Dropout is off: the student has to follow the teacher, not to
-    generalise from few labels. Under `torch.autocast`, both models run in its dtype.
+    generalise from few labels. Under `torch.autocast`, both models run in its dtype; parameters should
+    be float32, since small steps are lost in half precisions.
 
     Args:
         student (nn.Module): trained in place; its training mode is kept.
@@ -120,6 +121,7 @@ def heal(
         _Outputs(pairs) as outputs,
         calibration.evaluating(student, teacher),
     ):
+        optimizer.zero_grad(set_to_none=True)
         task = bar.add_task("healing", total=steps, completed=healing.resumed_at)
         for step, batch in enumerate(_cycle(batches, steps)):
             if step < healing.resumed_at:
