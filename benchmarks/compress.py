@@ -37,8 +37,6 @@ def build(dense, way, limit, calibration):
     budget = limit / sum(p.numel() for p in dense.parameters())
     if way == "ours":
         return minilm.compress(dense, calibration, Budget(budget))
-    if way == "low rank, as ours":
-        return minilm.compress(dense, calibration, Budget(budget, nblocks=(1,)))
     if way == "truncated SVD":  # of the weights, ranks for the least error of all of them together
         return minilm.compress(dense, None, Budget(budget, nblocks=(1,)))
     return minilm.compress(dense, calibration if way == "4 blocks" else None, None, MonarchConfig(nblocks=4))
@@ -152,9 +150,8 @@ def main():
 
     if "dense" not in done:
         add(name="dense", **minilm.score(dense, tokenizer, args.data))
-    default = [f"ours:{SMALL}:healed", f"ours:{SMALLER}:healed"]
-    default += [f"{way}:{SMALL}:healed" for way in ("truncated SVD", "4 blocks")]
-    default += [f"low rank, as ours:{SMALL}", f"4 blocks, projected:{SMALL}"]
+    default = [f"{way}:{SMALL}:healed" for way in ("ours", "truncated SVD", "4 blocks")]
+    default += [f"ours:{SMALLER}:healed", f"4 blocks, projected:{SMALL}"]
     for name in args.only or default:
         way, limit, *heals = name.split(":")
         plain = f"{way}:{limit}"

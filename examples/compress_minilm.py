@@ -143,7 +143,7 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     with console.status("fitting"):
         student, report = compress(dense, calibration, args.budget, MonarchConfig())
-    console.print(report)
+    print(report)
     report.plot().savefig(args.out / "report.png", dpi=150)
     scores = {"dense": score(dense, tokenizer, args.data), "fitted": score(student, tokenizer, args.data)}
     train(student, dense, healing, args.steps, checkpoint=args.out / "healing.pt")
