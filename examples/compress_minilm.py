@@ -111,8 +111,9 @@ def score(model, tokenizer, data, probes=True):
 def compress(dense, batches, budget, config=None):
     """A compressed copy of MiniLM. Its embeddings do not use the pooler, which stays as it is."""
     wanted = lambda module, name: "pooler" not in name  # noqa: E731
+    readout = None if batches is None else embedding
     return monarchize(
-        copy.deepcopy(dense), config, wanted, calibration=batches, budget=budget, readout=embedding
+        copy.deepcopy(dense), config, wanted, calibration=batches, budget=budget, readout=readout
     )
 
 
