@@ -105,15 +105,11 @@ def _compress(arguments: argparse.Namespace, console: Console, stage: list[str])
     if arguments.heal:
         stage[0] = "healing"
         batches = _Batches(tokenizer, texts, arguments.batch, arguments.max_length)
-        heal(
-            student,
-            dense,
-            batches,
-            steps=arguments.heal,
-            lr=arguments.lr,
-            readout=readout,
-            checkpoint=work / "healing.pt",
-        )
+        options = {"steps": arguments.heal, "lr": arguments.lr, "readout": readout}
+        try:
+            heal(student, dense, batches, checkpoint=work / "healing.pt", **options)
+        except (ValueError, FloatingPointError) as error:
+            raise InputError(error) from None
     stage[0] = "saving"
     remember(student)
     student.save_pretrained(out)  # type: ignore[operator]

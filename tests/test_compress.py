@@ -68,6 +68,8 @@ def test_a_run_out_of_memory_says_so_and_is_resumed(folder, monkeypatch, capsys)
     assert run(folder, "--heal", "2", budget="0.85") == 2
     assert "is of a run with" in capsys.readouterr().err
     monkeypatch.setattr(compress, "heal", heal)
+    assert run(folder, "--heal", "-1") == 2
+    assert "steps must be at least 1, but steps=-1" in capsys.readouterr().err
     assert run(folder, "--heal", "2", "--batch", "4") == 0
     assert fitted == [1]
 
