@@ -5,13 +5,20 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo train-distributed test test-fast test-cdna test-faults lint codegen tune-cdna bench doctor clean
+.PHONY: demo compress train-distributed test test-fast test-cdna test-faults lint codegen tune-cdna bench doctor clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
 
 train-distributed: $(VENV)/dev
 	$(VENV)/bin/python examples/train_distributed.py
+# MiniLM compressed in several ways, healed, scored and timed: hours on a CPU, goes on where it was stopped.
+# Debian's word lists are optional, and give the probe and more varied text.
+compress: $(VENV)/demo
+	mkdir -p compress-work && cd compress-work && { apt-get download wordnet-base dict-gcide || true; } && \
+		for file in *.deb; do [ -e $$file ] && dpkg -x $$file debian; done; true
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python benchmarks/compress.py --data compress-work/debian/usr/share
+	$(VENV)/bin/python benchmarks/compress.py --report
 
 test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2

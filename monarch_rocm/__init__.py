@@ -14,22 +14,29 @@ except ModuleNotFoundError as _error:
         name="torch",
     ) from None
 
+from monarch_rocm.allocation import Budget
 from monarch_rocm.config import MonarchConfig
 from monarch_rocm.convert import monarchize
 from monarch_rocm.functional import monarch_linear
+from monarch_rocm.healing import heal
 from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.planning import plan
 from monarch_rocm.projection import monarch_weight, project
 from monarch_rocm.shape import MonarchShape
+from monarch_rocm.structure import restructure, structure
 
 __version__ = "0.1.0"
 __all__ = [
+    "Budget",
     "MonarchConfig",
     "MonarchLinear",
     "MonarchShape",
+    "heal",
     "monarch_linear",
     "monarch_weight",
     "monarchize",
     "plan",
     "project",
+    "restructure",
+    "structure",
 ]

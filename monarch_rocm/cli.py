@@ -11,6 +11,7 @@ from rich.console import Console
 
 import monarch_rocm
 from monarch_rocm import bench, dispatch, doctor
+from monarch_rocm.allocation import COSTS
 from monarch_rocm.codegen.assembly import LDS
 from monarch_rocm.shape import LAYOUTS, MonarchShape
 
@@ -79,7 +80,38 @@ def main(argv: list[str] | None = None) -> int:
     compiling.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     compiling.add_argument("--all", action="store_true", help="every shipped config, in some minutes")
     compiling.add_argument("--write-budgets", action="store_true", help="accept the code as it is now")
+    compressing = commands.add_parser(
+        "compress",
+        help="compress a transformers model to a budget, fitted to texts, and save it",
+        epilog="example: monarch-rocm compress MODEL_DIR --budget 0.7 --calibration texts.txt --out DIR",
+    )
+    compressing.add_argument("model", type=Path, metavar="MODEL_DIR", help="as save_pretrained writes it")
+    compressing.add_argument("--budget", type=float, required=True, help="fraction that is left, such as 0.7")
+    compressing.add_argument("--of", choices=COSTS, default="parameters", help="what is counted (parameters)")
+    compressing.add_argument(
+        "--calibration", type=Path, required=True, metavar="FILE", help="texts, one a line, UTF-8"
+    )
+    compressing.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the new model")
+    compressing.add_argument(
+        "--heal",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="then train, to answer as before (0)",
+    )
+    compressing.add_argument("--lr", type=float, default=1e-3, help="learning rate of healing (0.001)")
+    compressing.add_argument("--batch", type=int, default=32, help="texts at a time (32)")
+    compressing.add_argument("--texts", type=int, default=1000, help="that factors are fitted to (1000)")
+    compressing.add_argument("--max-length", type=int, default=128, help="of a text, in tokens (128)")
+    compressing.add_argument("--device", help="cpu, cuda, ... (a GPU where there is one)")
     arguments = parser.parse_args(argv)
+    if arguments.command == "compress":
+        for name in ("batch", "texts", "max_length"):
+            if getattr(arguments, name) < 1:
+                compressing.error(f"--{name.replace('_', '-')} must be at least 1")
+        from monarch_rocm import compress
+
+        return compress.compress(arguments, Console(stderr=True))
     if arguments.command == "bench":
         return _bench(arguments)
     if arguments.command == "tune":

@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from monarch_rocm import fitting, init, projection
-from monarch_rocm.calibration import Moments, moments
+from monarch_rocm.allocation import Budget, Choice, allocate, choices
+from monarch_rocm.calibration import Moments, Readout, costs, moments, sensitivities
 from monarch_rocm.config import MonarchConfig
-from monarch_rocm.integrations.transformers import is_conv1d
+from monarch_rocm.integrations.transformers import is_conv1d, remember
 from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.report import MonarchReport, Row, Skipped
 from monarch_rocm.shape import MonarchShape
@@ -38,6 +40,8 @@ def monarchize(
     filter_fn: FilterFn | None = None,
     *,
     calibration: Iterable[Any] | None = None,
+    budget: float | Budget | None = None,
+    readout: Readout | None = None,
 ) -> tuple[nn.Module, MonarchReport]:
     """Replace the linear layers of a model by Monarch layers, in place.
 
@@ -60,6 +64,15 @@ def monarchize(
             pass each (`calibration.moments` says of what form). Factors are then the nearest in the
             layers' outputs on these, not in their weights, and a layer's own bias takes up the change
             of its mean output. Default: nearest in the weights.
+        budget (float or Budget, optional): the fraction of the model's parameters (or FLOPs, see
+            `Budget`) that may be left, never exceeded. nblocks and rank are then chosen layer by layer,
+            in place of the config's, for the least error in all, and layers that are better left dense
+            stay so. With calibration, errors are weighed by how much the model's output depends on
+            them, for which gradients flow through it and batches are kept in memory.
+        readout (callable, optional): `readout(output, batch)` gives what of the model's output matters,
+            a tensor with a row a sequence, such as a pooled embedding. Errors are weighed as with a
+            budget. Default, with a budget: logits, else the last hidden state, else all that the model
+            returns.
 
     Returns:
         (nn.Module, MonarchReport): the model, the same object unless it is itself a linear layer,
@@ -68,33 +81,70 @@ def monarchize(
     Raises:
         TypeError: a `model` that is no module, a `config` that is no `MonarchConfig`.
         ValueError: a weight that is not finite; calibration with init "random", without batches, on
-            the meta device or for complex weights. Nothing has been replaced then.
+            the meta device or for complex weights; a budget that cannot be reached, or together with a
+            rank, init "random", the meta device or complex weights; a readout without calibration.
+            Nothing has been replaced then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         >>> model, report = monarchize(model, MonarchConfig(nblocks=4))
         >>> report.params_before, report.params_after
         (33088, 10560)
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> model, report = monarchize(model, calibration=[torch.randn(100, 64)], budget=0.5)
+        >>> 0.45 < report.params_after / report.params_before <= 0.5
+        True
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, but it is a {type(model).__name__}")
     config = MonarchConfig() if config is None else config
     if not isinstance(config, MonarchConfig):
         raise TypeError(f"config must be a MonarchConfig, but it is a {type(config).__name__}")
+    budget = Budget(budget) if isinstance(budget, (int, float)) else budget
     report = MonarchReport(params_before=_count(model.parameters()))
     chosen, report.skipped = _choose(model, filter_fn)
+    if budget is not None:
+        _check_budget(budget, config, calibration)
+        if not chosen:
+            raise ValueError("a budget is out of reach: the model has no linear layers that can be replaced")
+    if readout is not None and calibration is None:
+        raise ValueError("a readout is of outputs on calibration batches, but none were given")
+    if budget is not None or calibration is not None:
+        _check_fitting(chosen, config, "a budget" if calibration is None else "calibration")
     shapes = {}
     for linear, name in chosen.items():
         weight = _dense_weight(linear)
         out_features, in_features = weight.shape
-        shapes[linear] = MonarchShape(in_features, out_features, config.nblocks, config.rank, config.layout)
+        if budget is None:
+            shapes[linear] = MonarchShape(
+                in_features, out_features, config.nblocks, config.rank, config.layout
+            )
         if config.init == "project" and not weight.is_meta:
             try:
                 projection.check_weight(weight)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"layer {name!r}: {error}") from None
 
-    seen = {} if calibration is None else _calibrate(model, chosen, config, calibration)
+    seen: dict[int, _Seen] = {}
+    rows: dict[nn.Module, int] = {}
+    if calibration is not None:
+        weighs = budget is not None or readout is not None
+        batches = iter(list(calibration) if weighs else calibration)
+        first = next(batches, None)
+        if first is None:
+            raise ValueError("calibration has no batches")
+        report.flops_before, rows = costs(model, chosen, first)
+        if weighs:
+            batches = [first, *batches]  # type: ignore[assignment]
+            seen = _calibrate(model, chosen, batches, sensitivities(model, chosen, batches, readout))
+        else:
+            seen = _calibrate(model, chosen, chain([first], batches), {})
+    if budget is not None:
+        shapes = _spend(chosen, config, budget, seen, rows, report)
+        for linear in [linear for linear in chosen if linear not in shapes]:
+            idle = calibration is not None and not _matters(seen.get(id(linear.weight)))
+            reason = "the output does not depend on it" if idle else "the budget is well spent on it"
+            report.skipped.append(Skipped(chosen.pop(linear), reason))
     replaced: dict[nn.Module, MonarchLinear] = {}
     factors: dict[int, _Factors] = {}
     for linear in chosen:
@@ -114,6 +164,12 @@ def monarchize(
                 parent._modules[name] = replaced[child]  # type: ignore[index]
     root: nn.Module = replaced.get(model, model)  # type: ignore[arg-type]
     report.params_after = _count(root.parameters())
+    if report.flops_before is not None:
+        pairs = zip(chosen, report, strict=True)
+        saved = sum(rows[linear] * (row.flops_before - row.flops_after) for linear, row in pairs)
+        report.flops_after = report.flops_before - saved
+    if report.rows:
+        remember(root)
     return root, report
 
 
@@ -128,30 +184,108 @@ class _Factors:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Inputs of the layers that share a weight, and whether the one that has it has a bias of its own."""
+    """Inputs of the layers that share a weight, how much their outputs matter, and whether the one that has
+    it has a bias of its own.
+    """
 
     moments: Moments
+    outputs: Tensor | None
     shifts: bool
 
 
-def _calibrate(
-    model: nn.Module, chosen: dict[nn.Module, str], config: MonarchConfig, batches: Iterable[Any]
-) -> dict[int, _Seen]:
-    """What is fed to each weight, by the weight's id; without those that no batch came to."""
+def _check_budget(budget: object, config: MonarchConfig, calibration: object) -> None:
+    if not isinstance(budget, Budget):
+        raise TypeError(f"budget must be a number or a Budget, but it is a {type(budget).__name__}")
+    if config.rank is not None:
+        raise ValueError(f"a budget chooses ranks, but rank={config.rank} was given too")
+    if budget.of == "flops" and calibration is None:
+        raise ValueError("a budget of FLOPs needs calibration batches, on which they are counted")
+
+
+def _check_fitting(chosen: dict[nn.Module, str], config: MonarchConfig, what: str) -> None:
+    """Raise where there are no weights to fit."""
     if config.init != "project":
-        raise ValueError(f"calibration is for init='project', but init={config.init!r} was given")
+        raise ValueError(f"{what} is for init='project', but init={config.init!r} was given")
     for linear, name in chosen.items():
         weight = _dense_weight(linear)
         if weight.is_meta or weight.is_complex():
-            what = "is on the meta device" if weight.is_meta else f"has a weight of {weight.dtype}"
-            raise ValueError(f"calibration cannot run: layer {name!r} {what}")
+            kind = "is on the meta device" if weight.is_meta else f"has a weight of {weight.dtype}"
+            raise ValueError(f"{what} cannot be used: layer {name!r} {kind}")
+
+
+def _spend(
+    chosen: dict[nn.Module, str],
+    config: MonarchConfig,
+    budget: Budget,
+    seen: dict[int, _Seen],
+    rows: dict[nn.Module, int],
+    report: MonarchReport,
+) -> dict[nn.Module, MonarchShape]:
+    """The geometry of each layer that is to be replaced, within the budget."""
+    layers = defaultdict(list)
+    for linear in chosen:
+        layers[id(linear.weight)].append(linear)
+    weighed = any(_matters(each) for each in seen.values())
+    options: dict[int, list[Choice]] = {}
+    for key, group in layers.items():
+        weight = _dense_weight(group[0])
+        second = _second(weight, seen.get(key))
+        unit = 1 if budget.of == "parameters" else 2 * sum(rows[linear] for linear in group)
+        outputs = seen[key].outputs if key in seen else None
+        if weighed and outputs is None:
+            continue  # what the output does not depend on is not touched
+        # Predictions, for which single precision is enough; the factors are fitted in double.
+        outputs = None if outputs is None else outputs.float()
+        options[key] = choices(weight, second.float(), outputs, budget.nblocks, config.layout, unit)
+    dense = sum(each[0].cost for each in options.values())
+    total = report.params_before if budget.of == "parameters" else report.flops_before
+    assert total is not None
+    limit = math.floor(budget.fraction * total)
+    picked = allocate(options, limit - (total - dense))
+    if picked is None:
+        least = total - dense + sum(min(choice.cost for choice in each) for each in options.values())
+        raise ValueError(
+            f"a budget of {budget.fraction:g} is {limit:,} of the model's {total:,} {budget.of}, out of "
+            f"reach: {total - dense:,} are outside of layers that can be replaced; with these smallest, "
+            f"{least:,} ({least / total:.0%}) are left"
+        )
+    found = {}
+    for key, choice in picked.items():
+        if choice.shape is not None:
+            found.update(dict.fromkeys(layers[key], choice.shape))
+    return {linear: found[linear] for linear in chosen if linear in found}
+
+
+def _matters(seen: _Seen | None) -> bool:
+    return seen is not None and seen.outputs is not None
+
+
+def _second(weight: Tensor, seen: _Seen | None) -> Tensor:
+    """Second moment of what a weight is fed; that of white noise where nothing was seen."""
+    if seen is not None and seen.moments.weight:
+        return seen.moments.about(seen.moments.mean if seen.shifts else None)
+    dtype = torch.float32 if weight.device.type == "mps" else torch.float64
+    return torch.eye(weight.shape[1], dtype=dtype, device=weight.device)
+
+
+def _calibrate(
+    model: nn.Module,
+    chosen: dict[nn.Module, str],
+    batches: Iterable[Any],
+    matters: dict[nn.Module, Tensor],
+) -> dict[int, _Seen]:
+    """What is fed to each weight, by the weight's id; without those that no batch came to."""
     owners = _owners(model)
     seen: dict[int, _Seen] = {}
     for linear, found in moments(model, chosen, batches).items():
         key, bias = id(linear.weight), linear._parameters["bias"]
         shifts = bias is not None and len(owners[key]) == len(owners[id(bias)]) == 1
-        both = found if key not in seen else seen[key].moments + found
-        seen[key] = _Seen(both, shifts)
+        outputs = matters.get(linear)
+        if key in seen:
+            found = seen[key].moments + found
+            others = [each for each in (outputs, seen[key].outputs) if each is not None]
+            outputs = torch.stack(others).sum(0) if others else None
+        seen[key] = _Seen(found, outputs, shifts)
     return seen
 
 
@@ -241,15 +375,14 @@ def _make_factors(
     parameter: nn.Parameter = linear.weight  # type: ignore[assignment]
     error, output_error, shift = math.nan, math.nan, None
     if seen is not None and seen.moments.weight:
-        second = seen.moments.about(seen.moments.mean if seen.shifts else None)
-        blkdiag1, blkdiag2, output_error = fitting.fit_to(dense, second, shape)
-        factors = blkdiag1, blkdiag2
+        second = _second(dense, seen)
+        factors = fitting.fit_to(dense, second, shape, seen.outputs)
         error = _relative_error(dense, factors, shape)
+        change = projection.change(dense, factors, shape).to(second.dtype)
+        power = fitting.power(dense, second)
+        output_error = math.sqrt(max(0.0, fitting.power(change, second)) / power) if power > 0 else 0.0
         if seen.shifts:
-            one, two = (factor.to(second.dtype) for factor in factors)
-            monarch = projection.monarch_weight(one, two, layout=shape.layout)
-            change = dense.to(second.dtype) - monarch[: shape.out_features, : shape.in_features]
-            shift = change @ seen.moments.mean
+            shift = -change @ seen.moments.mean
     elif config.init == "project" and not dense.is_meta:
         factors = projection.project_to(dense, shape)
         error = _relative_error(dense, factors, shape)
@@ -263,12 +396,8 @@ def _make_factors(
 
 
 def _relative_error(dense: Tensor, factors: tuple[Tensor, Tensor], shape: MonarchShape) -> float:
-    dense = projection.check_weight(dense)
-    one, two = (factor.to(dense.dtype) for factor in factors)
-    monarch = projection.monarch_weight(one, two, layout=shape.layout)
-    norm = float(torch.linalg.vector_norm(dense))
-    change = monarch[: shape.out_features, : shape.in_features] - dense
-    return float(torch.linalg.vector_norm(change)) / norm if norm else 0.0
+    norm = float(torch.linalg.vector_norm(projection.check_weight(dense)))
+    return float(torch.linalg.vector_norm(projection.change(dense, factors, shape))) / norm if norm else 0.0
 
 
 def _make_layer(

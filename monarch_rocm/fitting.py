@@ -9,6 +9,8 @@ each out-block, and for fixed columns of the second each in-block of the first i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -19,49 +21,51 @@ from monarch_rocm.shape import MonarchShape
 
 SWEEPS = 8  # turns of both factors; on MiniLM the sixth still gained 1 %
 DAMPING = 1e-6  # of the mean variance, for inputs that never vary
+OUTPUT_DAMPING = 1e-3  # of the mean weight of an output, for outputs that never mattered
 
 
 @torch.no_grad()
-def fit_to(weight: Tensor, second: Tensor, shape: MonarchShape) -> tuple[Tensor, Tensor, float]:
+def fit_to(
+    weight: Tensor,
+    second: Tensor,
+    shape: MonarchShape,
+    outputs: Tensor | None = None,
+    sweeps: int = SWEEPS,
+) -> tuple[Tensor, Tensor]:
     """Factors of a weight for inputs with a given second moment.
 
     Args:
         weight (Tensor): `(out_features, in_features)`, floating, finite.
         second (Tensor): `(in_features, in_features)`, symmetric, about zero or the mean; floating.
         shape (MonarchShape): the geometry.
+        outputs (Tensor, optional): `(out_features, out_features)`, symmetric and not negative, G of the
+            error `e^T G e` that an error e of the layer's output makes. Terms between out-blocks are
+            left out. Default: the squared error.
+        sweeps (int): turns of both factors, at most.
 
     Returns:
-        (Tensor, Tensor, float): `blkdiag1`, `blkdiag2` in the weight's dtype, and the root mean
-        squared output error over the root mean squared output.
+        (Tensor, Tensor): `blkdiag1`, `blkdiag2` in the weight's dtype.
 
     Source: as GPTQ-like and whitened SVD compression weigh errors (Frantar et al. 2022; Wang et al.
     2024, "SVD-LLM"), here for Monarch's sub-blocks, with alternating least squares.
     """
-    dense = projection.check_weight(weight).to(second.dtype)
-    K, L, P, S = shape.K, shape.L, shape.P, shape.S
-    width = K * P
-    dense = F.pad(dense, (0, width - shape.in_features, 0, L * S - shape.out_features))
-    dense = rearrange(dense, "(s l) i -> l s i" if shape.layout == "interleaved" else "(l s) i -> l s i", l=L)
-    second = F.pad(second, (0, width - shape.in_features, 0, width - shape.in_features))
-    damping = DAMPING * float(second.diagonal().mean())
-    damping = damping or 1.0  # inputs that are all zero: any factors are right, and these are finite
-    second = second + damping * torch.eye(width, dtype=second.dtype, device=second.device)
-    diagonal = torch.stack([second[i : i + P, i : i + P] for i in range(0, width, P)])
+    K, L = shape.K, shape.L
+    system = _prepare(weight, second, shape.nblocks, shape.layout, outputs)
+    dense, second, diagonal = system.dense, system.second, system.diagonal
 
     # Hidden features of out-block l and in-block k: left[l, k] (depth, S) and right[l, k] (depth, P).
     depth = -(-shape.Q // L)
-    k, l, t, r, q = projection.hidden_features(shape, second.device)
+    k, l, t, _, _ = projection.hidden_features(shape, second.device)
     exists = torch.zeros(L, K, depth, 1, dtype=second.dtype, device=second.device)
     exists[l, k, t] = 1
-    left, right = _start(dense, diagonal, depth, damping)
+    left, right = _start(dense, diagonal, depth, system.damping)
     left, right = left * exists, right * exists
-    total = float((dense @ second * dense).sum())
     error = _error(dense - _product(left, right), second)
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         left = _second_factor(dense, second, right) * exists
         change = dense - _product(left, right)
         for block in range(K):
-            columns = slice(block * P, (block + 1) * P)
+            columns = slice(block * shape.P, (block + 1) * shape.P)
             step = _first_factor_step(change @ second[:, columns], left[:, block], diagonal[block])
             step = step * exists[:, block]
             right[:, block] += step
@@ -69,25 +73,91 @@ def fit_to(weight: Tensor, second: Tensor, shape: MonarchShape) -> tuple[Tensor,
         before, error = error, _error(change, second)
         if before - error < 1e-4 * before:
             break
+    if system.inverse is not None:
+        left = left @ system.inverse[:, None]
 
     ratio = (torch.linalg.vector_norm(left, dim=-1) / torch.linalg.vector_norm(right, dim=-1)).sqrt()
     ratio = ratio.nan_to_num(1, 1, 1).clamp(1e-6, 1e6)[..., None]  # both factors alike, as `project` has them
     left, right = left / ratio, right * ratio
-    blkdiag1 = right.new_zeros(shape.factor1)
-    blkdiag1[k, q] = right[l, k, t]
-    blkdiag2 = left.new_zeros(shape.factor2)
-    blkdiag2[l, :, r] = left[l, k, t]
-    relative = (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
-    return blkdiag1.to(weight.dtype), blkdiag2.to(weight.dtype), relative
+    blkdiag1, blkdiag2 = projection.pack(left, right, shape)
+    return blkdiag1.to(weight.dtype), blkdiag2.to(weight.dtype)
+
+
+@torch.no_grad()
+def errors(
+    weight: Tensor, second: Tensor, nblocks: tuple[int, int], layout: str, outputs: Tensor | None = None
+) -> Tensor:
+    """Output error of each rank of the sub-blocks, from 0, as if these were not coupled.
+
+    Exact for one in-block and, with `outputs`, one out-block (up to the damping); what `fit_to` starts
+    from elsewhere.
+    """
+    system = _prepare(weight, second, nblocks, layout, outputs)
+    root, _ = _roots(system.diagonal, system.damping)
+    blocks = rearrange(system.dense, "l s (k p) -> l k s p", k=len(root)) @ root
+    squares = torch.linalg.svdvals(blocks).square().sum((0, 1))
+    return F.pad(squares.flip(0).cumsum(0).flip(0), (0, 1))
+
+
+@torch.no_grad()
+def power(change: Tensor, second: Tensor, outputs: Tensor | None = None) -> float:
+    """Mean of `e^T G e` for what a weight `(out_features, in_features)` makes of its inputs, e."""
+    change = projection.check_weight(change).to(second.dtype)
+    weighed = change if outputs is None else outputs @ change
+    return float((change @ second * weighed).sum())
+
+
+@dataclass(frozen=True)
+class _System:
+    """A layer in blocks: the weight `(L, S, K*P)`, weighed by what its outputs matter; its inputs' second
+    moments `(K*P, K*P)`, damped, and those of each in-block `(K, P, P)`; the damping; and, where outputs
+    are weighed, what takes the weight off again `(L, S, S)`.
+    """
+
+    dense: Tensor
+    second: Tensor
+    diagonal: Tensor
+    damping: float
+    inverse: Tensor | None
+
+
+def _prepare(
+    weight: Tensor, second: Tensor, nblocks: tuple[int, int], layout: str, outputs: Tensor | None
+) -> _System:
+    K, L = nblocks
+    dense = projection.check_weight(weight).to(second.dtype)
+    P, S = -(-dense.shape[1] // K), -(-dense.shape[0] // L)
+    width, height = K * P, L * S
+    pad, below = width - dense.shape[1], height - dense.shape[0]
+    order = "(s l) ... -> l s ..." if layout == "interleaved" else "(l s) ... -> l s ..."
+    dense = rearrange(F.pad(dense, (0, pad, 0, below)), order, l=L)
+    damping = DAMPING * float(second.diagonal().mean())
+    damping = damping or 1.0  # inputs that are all zero: any factors are right, and these are finite
+    second = F.pad(second, (0, pad, 0, pad))
+    second = second + damping * torch.eye(width, dtype=second.dtype, device=second.device)
+    diagonal = torch.stack([second[i : i + P, i : i + P] for i in range(0, width, P)])
+    inverse = None
+    if outputs is not None:
+        place = rearrange(torch.arange(height, device=second.device), order, l=L)
+        padded = F.pad(outputs.to(second.dtype), (0, below, 0, below))
+        blocks = padded[place[:, :, None], place[:, None, :]]
+        floor = OUTPUT_DAMPING * float(outputs.diagonal().mean()) or 1.0
+        root, inverse = _roots(blocks + floor * torch.eye(S, dtype=second.dtype, device=second.device), floor)
+        dense = root @ dense
+    return _System(dense, second, diagonal, damping, inverse)
+
+
+def _roots(diagonal: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Square roots of second moments `(..., P, P)`, and their inverses."""
+    values, vectors = torch.linalg.eigh(diagonal)
+    values = values.clamp_min(damping).sqrt()[..., None, :]
+    return vectors * values @ vectors.mT, vectors / values @ vectors.mT
 
 
 def _start(dense: Tensor, diagonal: Tensor, depth: int, damping: float) -> tuple[Tensor, Tensor]:
     """Truncated SVDs of the sub-blocks, whitened by each in-block's own second moment."""
     blocks = len(diagonal)
-    values, vectors = torch.linalg.eigh(diagonal)
-    values = values.clamp_min(damping)
-    root = vectors * values.sqrt()[:, None] @ vectors.mT
-    inverse = vectors / values.sqrt()[:, None] @ vectors.mT
+    root, inverse = _roots(diagonal, damping)
     u, sigma, vh = torch.linalg.svd(
         rearrange(dense, "l s (k p) -> l k s p", k=blocks) @ root, full_matrices=False
     )

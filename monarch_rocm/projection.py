@@ -128,16 +128,41 @@ def monarch_weight(blkdiag1: Tensor, blkdiag2: Tensor, *, layout: str = "interle
             raise RuntimeError(
                 f"the factors must have one {what}, but blkdiag1 has {one} and blkdiag2 has {two}"
             )
+    left, right = unpack(blkdiag1, blkdiag2, shape)
+    with autocast.off(left):
+        blocks = einsum(left, right, "l k t s, l k t p -> l k s p")
+    order = "l k s p -> (s l) (k p)" if layout == "interleaved" else "l k s p -> (l s) (k p)"
+    return rearrange(blocks, order)
+
+
+def change(weight: Tensor, factors: tuple[Tensor, Tensor], shape: MonarchShape) -> Tensor:
+    """What two factors change of a weight `(out_features, in_features)`, in a dtype for `torch.linalg`."""
+    weight = check_weight(weight)
+    one, two = (factor.to(weight.dtype) for factor in factors)
+    monarch = monarch_weight(one, two, layout=shape.layout)
+    return monarch[: shape.out_features, : shape.in_features] - weight
+
+
+def unpack(blkdiag1: Tensor, blkdiag2: Tensor, shape: MonarchShape) -> tuple[Tensor, Tensor]:
+    """What joins out-block l and in-block k: `left (L, K, depth, S)` and `right (L, K, depth, P)`, with
+    zeros for hidden features that do not exist. Differentiable.
+    """
     k, l, t, r, q = hidden_features(shape, blkdiag1.device)
     depth = -(-shape.Q // shape.L)  # the most hidden features that one sub-block owns
     right = blkdiag1.new_zeros(shape.L, shape.K, depth, shape.P)
     right = right.index_put((l, k, t), blkdiag1[k, q])
     left = blkdiag2.new_zeros(shape.L, shape.K, depth, shape.S)
-    left = left.index_put((l, k, t), blkdiag2[l, :, r])
-    with autocast.off(left):
-        blocks = einsum(left, right, "l k t s, l k t p -> l k s p")
-    order = "l k s p -> (s l) (k p)" if layout == "interleaved" else "l k s p -> (l s) (k p)"
-    return rearrange(blocks, order)
+    return left.index_put((l, k, t), blkdiag2[l, :, r]), right
+
+
+def pack(left: Tensor, right: Tensor, shape: MonarchShape) -> tuple[Tensor, Tensor]:
+    """The inverse of `unpack`: `blkdiag1` and `blkdiag2`."""
+    k, l, t, r, q = hidden_features(shape, left.device)
+    blkdiag1 = right.new_zeros(shape.factor1)
+    blkdiag1[k, q] = right[l, k, t]
+    blkdiag2 = left.new_zeros(shape.factor2)
+    blkdiag2[l, :, r] = left[l, k, t]
+    return blkdiag1, blkdiag2
 
 
 def hidden_features(shape: MonarchShape, device: torch.device) -> tuple[Tensor, ...]:

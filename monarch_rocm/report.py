@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from monarch_rocm.shape import MonarchShape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Row:
         output_error (float): with calibration, root mean squared change of the layer's outputs over
             the root mean square of the outputs, both about their mean where the layer has a bias of
             its own; else nan.
+        flops_before, flops_after (int): of one token through the layer, the bias aside.
     """
 
     name: str
@@ -35,6 +40,14 @@ class Row:
     params_after: int
     weight_error: float
     output_error: float = math.nan
+
+    @property
+    def flops_before(self) -> int:
+        return 2 * self.shape.in_features * self.shape.out_features
+
+    @property
+    def flops_after(self) -> int:
+        return 2 * self.shape.num_parameters
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,16 @@ class MonarchReport:
         rows (list of Row): the layers that were replaced.
         skipped (list of Skipped): the linear layers that were left alone.
         params_before, params_after (int): numbers in the whole model, shared ones counted once.
+        flops_before, flops_after (int or None): of a pass of the whole model over the first calibration
+            batch; None without calibration.
     """
 
     rows: list[Row] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     params_before: int = 0
     params_after: int = 0
+    flops_before: int | None = None
+    flops_after: int | None = None
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -70,7 +87,8 @@ class MonarchReport:
         table = Table(title=f"{len(self.rows)} layers replaced, {len(self.skipped)} left alone")
         table.add_column("layer", overflow="fold")
         table.add_column("kind", overflow="fold")
-        for name in ("in", "out", "blocks", "rank", "params before", "after", "weight error"):
+        numbers = ("in", "out", "blocks", "rank", "params before", "after", "FLOPs", "weight error")
+        for name in numbers:
             table.add_column(name, justify="right")
         calibrated = any(not math.isnan(row.output_error) for row in self.rows)
         if calibrated:
@@ -86,17 +104,46 @@ class MonarchReport:
                 f"{shape.rank:.4g}",
                 f"{row.params_before:,}",
                 f"{row.params_after:,}",
+                f"{row.flops_after / row.flops_before:.0%}",
                 f"{row.weight_error:.4f}",
                 *([f"{row.output_error:.4f}"] if calibrated else []),
             )
         table.add_section()
-        table.add_row("model", *[""] * 5, f"{self.params_before:,}", f"{self.params_after:,}", "")
+        share = ""
+        if self.flops_before and self.flops_after is not None:
+            share = f"{self.flops_after / self.flops_before:.0%}"
+        table.add_row("model", *[""] * 5, f"{self.params_before:,}", f"{self.params_after:,}", share)
         if self.skipped:
             table.caption = "left alone: " + "; ".join(
                 f"{s.name or '(root)'} ({s.reason})" for s in self.skipped
             )
             table.caption_justify = "left"
         return table
+
+    def plot(self) -> Figure:
+        """Parameters and errors of every replaced layer, as a matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed (extra `bench`).
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("a report plots with matplotlib: pip install matplotlib") from error
+        names = [row.name or "(root)" for row in self.rows]
+        figure = Figure(figsize=(12, max(3.0, 0.22 * len(names))), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        left.barh(names, [row.params_before for row in self.rows], color="lightgrey", label="dense")
+        left.barh(names, [row.params_after for row in self.rows], height=0.5, label="Monarch")
+        left.set(xlabel="parameters", title=f"{self.params_before:,} to {self.params_after:,} in all")
+        right.barh(names, [row.weight_error for row in self.rows], color="lightgrey", label="of the weight")
+        right.barh(names, [row.output_error for row in self.rows], height=0.5, label="of the output")
+        right.set(xlabel="relative error", title="Errors")
+        for axes in (left, right):
+            axes.legend()
+            axes.tick_params(axis="y", labelsize=6)
+        left.invert_yaxis()
+        return figure
 
     def __str__(self) -> str:
         console = Console(width=140, no_color=True)

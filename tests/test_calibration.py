@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from monarch_rocm import MonarchConfig, MonarchLinear, fitting, monarchize
-from monarch_rocm.calibration import Moments, moments
+from monarch_rocm.calibration import Moments, moments, sensitivities
 
 
 class Model(nn.Module):
@@ -216,3 +216,67 @@ def test_a_shared_weight_is_fitted_to_the_inputs_of_all_its_layers():
 def test_calibration_that_cannot_run_says_why(model, config, said):
     with pytest.raises(ValueError, match=said):
         monarchize(model, config, calibration=[torch.randn(4, 8)])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sensitivities_are_the_squared_derivatives_of_the_output(frozen):
+    model = Model().requires_grad_(not frozen)
+    found = sensitivities(model, [model.up, model.idle], batches() * 150)
+    assert set(found) == {model.up}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.up._forward_hooks
+    expected = torch.zeros(32, 32)
+    for batch in batches():
+        hidden = model.up(model.embed(batch["input_ids"]))
+        mask = batch["attention_mask"]
+        for x, weight in zip(hidden.flatten(0, 1), (mask / mask.sum(1, keepdim=True)).flatten(), strict=True):
+            jacobian = model.down.weight * (x > 0)
+            expected += weight * (jacobian.T @ jacobian).detach() / 12
+    change = torch.linalg.norm(found[model.up].float() - expected) / torch.linalg.norm(expected)
+    assert change < 0.15  # 600 projections of 16 outputs at 7 positions of 3 sequences
+
+
+def test_a_readout_alone_decides_what_matters():
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    x = torch.randn(16, 8)
+    found = sensitivities(model, [model[1]], [x] * 50, lambda output, batch: output[:, :2])[model[1]]
+    torch.testing.assert_close(found[2:], torch.zeros(2, 4, dtype=found.dtype))
+    assert (found.diagonal()[:2] - 1).abs().max() < 0.3
+
+
+def test_sensitivities_of_logits_are_those_of_the_predicted_distribution():
+    class Output(dict):
+        @property
+        def logits(self):
+            return self["logits"]
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 5)
+
+        def forward(self, x):
+            return Output(logits=self.layer(x))
+
+    model, x = Head(), torch.randn(4000, 4)
+    found = sensitivities(model, [model.layer], [x])[model.layer].float()
+    p = model(x).logits.softmax(-1).detach()
+    fisher = torch.diag(p.mean(0)) - p.T @ p / len(p)
+    torch.testing.assert_close(found, fisher, atol=0.02, rtol=0)
+
+
+def test_readouts_need_calibration_and_outputs_need_tensors():
+    with pytest.raises(ValueError, match="none were given"):
+        monarchize(Model(), readout=lambda output, batch: output)
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(TypeError, match="no floating tensor"):
+        sensitivities(model, [model[0]], [torch.randn(2, 8)], lambda output, batch: None)
+    assert not model[0]._forward_hooks
+
+
+def test_layers_that_the_output_does_not_depend_on_stay_dense_in_a_budget():
+    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
+    model.forward = lambda x: (model["a"](x), model["b"](x))[0]
+    model, report = monarchize(model, budget=0.7, calibration=[torch.randn(64, 64)])
+    assert [row.name for row in report] == ["a"]
+    assert any(skip.name == "b" and "depend" in skip.reason for skip in report.skipped)

@@ -1,0 +1,237 @@
+"""`monarch-rocm compress`: a folder with a transformers model in, a smaller one out."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from monarch_rocm.allocation import Budget
+from monarch_rocm.calibration import Readout
+from monarch_rocm.config import MonarchConfig
+from monarch_rocm.convert import monarchize
+from monarch_rocm.healing import heal
+from monarch_rocm.integrations.transformers import METHOD, register, remember
+from monarch_rocm.structure import restructure, structure
+
+WORK = "compressing"  # folder in the output for what a stopped run has done
+BESIDE = ("modules.json", "1_Pooling", "sentence_bert_config.json", "config_sentence_transformers.json")
+
+
+class InputError(ValueError):
+    """Something that was asked for cannot be done; the message is for the user."""
+
+
+def compress(arguments: argparse.Namespace, console: Console) -> int:
+    """Run the command; the exit status is 2 for bad input and 1 for what failed on the way."""
+    stage = ["loading"]
+    try:
+        _compress(arguments, console, stage)
+    except InputError as error:
+        console.print(f"monarch-rocm compress: {error}", markup=False, soft_wrap=True)
+        return 2
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or "memory" in str(error)):
+            raise
+        console.print(
+            f"monarch-rocm compress ran out of memory while {stage[0]}. What was done before is kept in "
+            f"{arguments.out / WORK}: run the same command again, with a --batch below {arguments.batch}, a "
+            f"--max-length below {arguments.max_length}, or --device cpu.\n{str(error).splitlines()[0]}",
+            markup=False,
+            soft_wrap=True,
+        )
+        return 1
+    return 0
+
+
+def _compress(arguments: argparse.Namespace, console: Console, stage: list[str]) -> None:
+    texts = _texts(arguments.calibration)
+    try:
+        budget = Budget(arguments.budget, arguments.of)
+    except ValueError as error:
+        raise InputError(error) from None
+    folder, out, work = arguments.model, arguments.out, arguments.out / WORK
+    dense, tokenizer = _load(folder)
+    if out.resolve() == folder.resolve():
+        raise InputError("--out is the model's own folder, which is not overwritten")
+    if (out / "config.json").exists() and not work.exists():
+        raise InputError(f"{out} holds a model already; give another --out, or remove it")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dense.eval().to(device)
+    readout = _readout(folder)
+    work.mkdir(parents=True, exist_ok=True)
+    plan = {
+        "budget": budget.fraction,
+        "of": budget.of,
+        "texts": _digest(texts),
+        "model": str(folder.resolve()),
+    }
+
+    stage[0] = "fitting"
+    fitted = work / "fitted.pt"
+    if fitted.exists():
+        student, report = _resume(fitted, plan, folder, device)
+        console.print(f"fitted before: {fitted}", markup=False, soft_wrap=True)
+    else:
+        batches = _Batches(tokenizer, texts[: arguments.texts], arguments.batch, arguments.max_length)
+        student = _load(folder)[0].eval().to(device)
+        with console.status(f"fitting to {min(len(texts), arguments.texts):,} texts"):
+            try:
+                student, found = monarchize(
+                    student, MonarchConfig(), calibration=batches, budget=budget, readout=readout
+                )
+            except ValueError as error:
+                raise InputError(error) from None
+        if not found.rows:
+            raise InputError(
+                "nothing was replaced: the model has no linear layers that pay within the budget"
+            )
+        report = str(found)
+        with _written(fitted) as file:
+            torch.save([plan, structure(student), student.state_dict(), report], file)
+    print(report)
+    if arguments.heal:
+        stage[0] = "healing"
+        batches = _Batches(tokenizer, texts, arguments.batch, arguments.max_length)
+        options = {"steps": arguments.heal, "lr": arguments.lr, "readout": readout}
+        try:
+            heal(student, dense, batches, checkpoint=work / "healing.pt", **options)
+        except (ValueError, FloatingPointError) as error:
+            raise InputError(error) from None
+    stage[0] = "saving"
+    remember(student)
+    student.save_pretrained(out)  # type: ignore[operator]
+    tokenizer.save_pretrained(out)
+    for name in BESIDE:
+        if (folder / name).is_dir():
+            shutil.copytree(folder / name, out / name, dirs_exist_ok=True)
+        elif (folder / name).exists():
+            shutil.copy2(folder / name, out / name)
+    (out / "report.txt").write_text(report + "\n", encoding="utf-8")
+    shutil.rmtree(work)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (dense, student)]
+    console.print(
+        f"{sizes[0]:,} parameters became {sizes[1]:,} ({sizes[1] / sizes[0]:.1%}). To load it: "
+        "monarch_rocm.integrations.transformers.register(), then "
+        f"{type(student).__name__}.from_pretrained({str(out)!r})",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _texts(file: Path) -> list[str]:
+    """The lines of a file that hold something."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"cannot read --calibration {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"--calibration {file} is not UTF-8: {error.reason}") from None
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise InputError(f"--calibration {file} has no text; it should have one a line")
+    return texts
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    """Model, of the class that its config names, and tokenizer."""
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "is no folder"
+        raise InputError(f"{folder} {what}; a transformers model is needed, as save_pretrained writes it")
+    try:
+        import transformers
+        from safetensors import SafetensorError
+    except ImportError:
+        raise InputError("transformers is not installed: pip install 'monarch-rocm[hf]'") from None
+    register()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if (getattr(config, "quantization_config", None) or {}).get("quant_method") == METHOD:
+            raise InputError(f"{folder} is compressed already")
+        names = getattr(config, "architectures", None) or []
+        kind = next(
+            (found for name in names if (found := getattr(transformers, name, None))), transformers.AutoModel
+        )
+        model = kind.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"cannot load {folder}: {str(error).splitlines()[0]}") from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def _readout(folder: Path) -> Readout | None:
+    """The sentence embedding, where a folder of sentence-transformers says how it is pooled."""
+    file = folder / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return None
+    pooling = json.loads(file.read_text(encoding="utf-8"))
+
+    def embedding(output: Any, batch: Any) -> Tensor:
+        hidden: Tensor = output.last_hidden_state
+        if pooling.get("pooling_mode_cls_token"):
+            return F.normalize(hidden[:, 0], dim=-1)
+        mask = batch["attention_mask"][..., None]
+        return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+    known = ("pooling_mode_cls_token", "pooling_mode_mean_tokens")
+    used = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value is True]
+    return embedding if len(used) == 1 and used[0] in known else None
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Texts in their order, a fixed number at a time."""
+
+    tokenizer: Any
+    texts: list[str]
+    size: int
+    length: int
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for start in range(0, len(self.texts), self.size):
+            some = self.texts[start : start + self.size]
+            yield dict(
+                self.tokenizer(
+                    some, padding=True, truncation=True, max_length=self.length, return_tensors="pt"
+                )
+            )
+
+
+def _resume(file: Path, plan: dict[str, Any], folder: Path, device: str) -> tuple[nn.Module, str]:
+    before, found, state, report = torch.load(file, map_location="cpu", weights_only=True)
+    if before != plan:
+        raise InputError(
+            f"{file.parent} is of a run with {before}, not with {plan}; remove it, or give another --out"
+        )
+    student = restructure(_load(folder)[0].eval(), found)
+    student.load_state_dict(state)
+    return student.to(device), report
+
+
+def _digest(texts: list[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _written(file: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `file` once it is whole."""
+    whole = file.with_name(file.name + ".new")
+    yield whole
+    os.replace(whole, file)
