@@ -97,7 +97,7 @@ def build(run, device):
 
 
 def optimizers(run, model, device):
-    """The optimizers, and the function that follows each step."""
+    """The optimizers, each with its groups."""
     base = 512 if run.has("mup") else None
     wanted = {"lr": run.lr, "weight_decay": 0.1, "base_fan_in": base}
     matrices = optim.param_groups(model.blocks, **wanted, matrices=True)
@@ -112,6 +112,8 @@ def optimizers(run, model, device):
     if device == "cuda":  # rates in tensors, which a graph reads anew at each replay
         for group in itertools.chain.from_iterable(kind.param_groups for kind in kinds):
             group["lr"], group["capturable"] = torch.tensor(group["lr"], device=device), True
+    if run.has("caps"):
+        kinds[0].register_step_post_hook(optim.RMSCaps(model))
     return kinds
 
 
@@ -288,7 +290,7 @@ def work(number, arguments, runs, deadline):
     texts = gather(arguments.limit, device)
     found = environment(device, texts, arguments.workers)
     claims = Path(arguments.claims)
-    pace = 0.0  # seconds for a FLOP, of the slowest run so far
+    pace = 0.0  # seconds for a FLOP, of the last run
 
     def note(run, done):
         left = deadline - time.time()
@@ -313,7 +315,7 @@ def work(number, arguments, runs, deadline):
                 torch.cuda.empty_cache()
         append(path, row | found)
         took = time.perf_counter() - began
-        pace = max(pace, took / row["training_flops"])
+        pace = took / row["training_flops"]
         print(
             f"[{number}] {describe(run)}: {row['validation_loss']} in {row['seconds']} s, "
             f"prepared in {row['prepared_in']} s",
@@ -329,7 +331,24 @@ def describe(run):
 
 def grids():
     """The runs of each part of the study, the most valuable first."""
-    return {"smoke": [dense(64, steps=20, layers=2, context=64, tokens=512)]}
+    wide, half = 832, 880  # as many training FLOPs as dense 512 with 4 blocks; half its parameters with 8
+    rates = []
+    for lr in (2e-3, 4e-3, 1e-3):
+        rates += [dense(lr=lr), monarch(4, wide, lr=lr)]
+        rates += [dense(lr=2 * lr, optimizer="muon"), monarch(4, wide, lr=2 * lr, optimizer="muon")]
+    stability = [monarch(4, lr=2e-3, times=t, options=o) for t in (1, 4, 0.25) for o in ("", "caps")]
+    return {
+        "rates": rates,
+        "stability": stability,
+        "half": [monarch(8, half, head_size=80, lr=2e-3), monarch(4, 624, head_size=48, lr=2e-3)],
+        "timing": list(rates[:4]),
+        "smoke": [
+            make(64, steps=20, layers=2, context=64, tokens=512, optimizer=optimizer, options=options)
+            for make in (dense, lambda *a, **k: monarch(4, *a, **k))
+            for optimizer in ("adamw", "muon")
+            for options in ("", "caps")[: 1 if make is dense else 2]
+        ],
+    }
 
 
 def main():

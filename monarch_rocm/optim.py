@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from monarch_rocm import init
 from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.shape import MonarchShape
 
@@ -112,6 +113,53 @@ def param_groups(
         {"params": params, "lr": rate, "initial_lr": rate, "weight_decay": decay}
         for (rate, decay), params in groups.items()
     ]
+
+
+class RMSCaps:
+    """Keep the root mean square of each factor's entries at most `ratio` times that of a new layer.
+
+    The product of two factors grows with both, so that a rate that is too high lets a Monarch layer's
+    outputs grow with the square of what a dense layer's would. With caps they cannot: a factor that has
+    grown past its cap is scaled back, as a whole. Call it after each step, or give it to the optimizer.
+
+    Args:
+        model (nn.Module): whose `MonarchLinear` layers are capped. Deep copies need caps of their own.
+        ratio (float): of the cap to the root mean square of new factors (`init.bounds`). Default: 1.
+
+    Raises:
+        ValueError: a model without Monarch layers; a `ratio` that is not positive.
+
+    Source: Potapczynski et al., "Searching for Efficient Linear Layers over a Continuous Space of
+    Structured Matrices", 2024, section 5 (weight normalisation with a largest root mean square).
+
+    Example:
+        >>> layer = MonarchLinear(64, 64)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+        >>> hook = optimizer.register_step_post_hook(RMSCaps(layer))
+        >>> _ = layer.blkdiag1.data.mul_(100)
+        >>> optimizer.step()
+        >>> round(float(layer.blkdiag1.square().mean().sqrt() * 16**0.5), 2)
+        0.76
+    """
+
+    def __init__(self, model: nn.Module, ratio: float = 1.0) -> None:
+        if not ratio > 0:
+            raise ValueError(f"ratio must be positive, but ratio={ratio!r} was given")
+        self._layers = [module for module in model.modules() if isinstance(module, MonarchLinear)]
+        if not self._layers:
+            raise ValueError("the model has no Monarch layers, whose factors could be capped")
+        # Of a uniform draw within a bound, over sqrt(3).
+        self._limits = [ratio * b / 3**0.5 for layer in self._layers for b in init.bounds(layer.shape)]
+
+    @torch.no_grad()
+    def __call__(self, *_: Any) -> None:
+        """Scale back every factor that is past its cap, without waiting for the device."""
+        # Asked for at each call: FSDP2 replaces a module's parameters.
+        factors = [factor for layer in self._layers for factor in (layer.blkdiag1, layer.blkdiag2)]
+        norms = torch._foreach_norm(factors)
+        for factor, norm, limit in zip(factors, norms, self._limits, strict=True):
+            largest = limit * factor.numel() ** 0.5
+            factor.mul_((largest / norm).clamp(max=1.0))
 
 
 class Muon(torch.optim.Optimizer):
