@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from train_lm import GPT, linear_layers, rate, read_text, windows  # noqa: E402
 
-from monarch_rocm import MonarchLinear, __version__, optim  # noqa: E402
+from monarch_rocm import __version__, optim, schedules  # noqa: E402
 
 LIMIT = 110_000_000  # bytes of text
 EVALUATED = 2**21  # tokens of the validation loss
@@ -78,14 +78,15 @@ def monarch(nblocks, width=512, **kwargs):
 
 def training_flops(run, model):
     """FLOPs of a run: three passes of the products that have weights and of causal attention."""
-    products = run.width * 256
-    for module in model.blocks.modules():
-        if isinstance(module, MonarchLinear):
-            products += module.shape.num_parameters
-        elif isinstance(module, nn.Linear):
-            products += module.weight.numel()
+    products = sum(p.numel() for p in model.blocks.parameters() if p.ndim > 1) + model.head.weight.numel()
     attention = run.layers * run.context * run.width  # two products, half of each masked
     return 3 * 2 * (products + attention) * run.tokens * run.steps
+
+
+def block_parameters(model):
+    """Numbers in the blocks of the trained model, without guides."""
+    named = model.blocks.named_parameters()
+    return sum(parameter.numel() for name, parameter in named if not name.endswith("guide"))
 
 
 def build(run, device):
@@ -93,7 +94,7 @@ def build(run, device):
     linear = linear_layers(run.linear, run.nblocks, run.rank or None)
     with torch.device(device):
         model = GPT(run.width, run.layers, run.head_size, run.context, linear)
-    return model
+    return schedules.self_guide(model) if run.has("guided") else model
 
 
 def optimizers(run, model, device):
@@ -122,7 +123,7 @@ def train(run, texts, device, note):
     began = time.perf_counter()
     model = build(run, device)
     kinds = optimizers(run, model, device)
-    numbers = sum(parameter.numel() for parameter in model.blocks.parameters())
+    numbers = block_parameters(model)
     batch = run.tokens // run.context
     generator = torch.Generator().manual_seed(run.seed)
     starts = torch.randint(len(texts[0]) - run.context - 1, (run.steps, batch), generator=generator)
@@ -172,6 +173,8 @@ def train(run, texts, device, note):
     prepared, done = time.perf_counter(), 0
     while done < run.steps:
         set_rates(rate(done, run.steps, WARMUP))
+        if run.has("guided"):
+            schedules.set_guidance(model, schedules.guidance(done, run.steps // 2))
         chosen.copy_(starts[done])
         losses[done].copy_(replay())
         done += 1
@@ -241,7 +244,6 @@ def gather(limit, device):
     with FileLock(f"{cache}.lock"):
         if not cache.exists():
             roots = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
-            roots = [root for n, root in enumerate(roots) if root not in roots[:n]]
             parts = [torch.frombuffer(bytearray(p), dtype=torch.uint8) for p in read_text(roots, limit=limit)]
             partial = cache.with_suffix(f".{os.getpid()}")
             torch.save(parts, partial)
@@ -371,7 +373,7 @@ def main():
     if arguments.list:
         for run in runs:
             model = build(run, "meta")
-            numbers = sum(parameter.numel() for parameter in model.blocks.parameters())
+            numbers = block_parameters(model)
             flops = training_flops(run, model)
             print(f"{describe(run):60} {numbers / 1e6:6.2f} M  {flops / 1e15:6.2f} PFLOP")
         return

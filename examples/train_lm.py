@@ -83,13 +83,15 @@ def linear_layers(kind, nblocks=4, rank=None):
 def read_text(roots, pattern="*.py", limit=None):
     """(train, validation) bytes of the files under `roots`, each content once, in a fixed order.
 
-    A twentieth of the files is for validation, chosen by a checksum of their contents.
+    A twentieth of the files is for validation, chosen by a checksum of their contents. Packages that
+    are installed inside of a root (`site-packages`) are left out.
     """
     seen, size, parts = set(), 0, ([], [])
     for root in map(Path, roots):
         files = [root] if root.is_file() else sorted(root.rglob(pattern))
         for file in files:
-            if not file.is_file():
+            inside = file.relative_to(root).parts
+            if not file.is_file() or {"site-packages", "dist-packages"} & set(inside):
                 continue
             content = file.read_bytes()[: None if limit is None else limit - size]
             checksum = zlib.crc32(content)
@@ -198,7 +200,7 @@ def main():
     console.print(f"validation loss {log[-1]['validation_loss']:.4f} nats a byte; see {out}")
 
 
-def save(out, model, optimizer, step, log):
+def save(out, model, optimizer, step, log, over="tokens"):
     """The checkpoint, the log and the plot; a run that is interrupted leaves whole files."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "log": log}
     torch.save(state, out / "checkpoint.tmp")
@@ -214,8 +216,8 @@ def save(out, model, optimizer, step, log):
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name in ("train_loss", "validation_loss"):
-        axes.plot([row["tokens"] for row in log], [row[name] for row in log], label=name.replace("_", " "))
-    axes.set(xlabel="tokens", ylabel="loss, nats a byte")
+        axes.plot([row[over] for row in log], [row[name] for row in log], label=name.replace("_", " "))
+    axes.set(xlabel=over, ylabel="loss, nats")
     axes.legend()
     figure.savefig(out / "loss.png", dpi=110)
 
