@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -72,7 +73,7 @@ def dense(width=512, **kwargs):
     return Run("dense", width, **kwargs)
 
 
-def monarch(nblocks, width=512, **kwargs):
+def monarch(nblocks=4, width=512, **kwargs):
     return Run("monarch", width, nblocks, **kwargs)
 
 
@@ -119,7 +120,7 @@ def optimizers(run, model, device):
 
 
 def train(run, texts, device, note):
-    """The row of a run, or None where `note` says that time is up."""
+    """The row of a run, or None where `note(run, steps done)` says that time is up."""
     began = time.perf_counter()
     model = build(run, device)
     kinds = optimizers(run, model, device)
@@ -180,7 +181,8 @@ def train(run, texts, device, note):
         done += 1
         if done % CHECK == 0 or done == run.steps:
             finite = bool(torch.isfinite(losses[:done]).all())  # waits for the GPU
-            note(run, done)
+            if not note(run, done):
+                return None
             if not finite:
                 break
     synchronize()
@@ -292,15 +294,16 @@ def work(number, arguments, runs, deadline):
     texts = gather(arguments.limit, device)
     found = environment(device, texts, arguments.workers)
     claims = Path(arguments.claims)
-    pace = 0.0  # seconds for a FLOP, of the last run
+    took: dict[tuple, float] = {}  # seconds for a step, for each kind and size of model
 
     def note(run, done):
         left = deadline - time.time()
         print(f"[{number}] {describe(run)} step {done}/{run.steps}, {left:.0f} s left", flush=True)
+        return left > 0
 
     for place, run in enumerate(runs):
-        flops = training_flops(run, build(run, "meta"))
-        if time.time() + pace * flops > deadline:
+        kind = run.linear, run.nblocks, run.width, run.context, run.tokens, run.options
+        if time.time() + took.get(kind, 0.0) * run.steps > deadline:
             continue
         try:
             (claims / str(place)).mkdir()
@@ -309,15 +312,17 @@ def work(number, arguments, runs, deadline):
         began = time.perf_counter()
         try:
             row = train(run, texts, device, note)
-        except Exception as error:  # one run that fails must not cost the others their time
-            print(f"[{number}] {describe(run)} failed: {type(error).__name__}: {error}", flush=True)
+        except Exception:  # one run that fails must not cost the others their time
+            print(f"[{number}] {describe(run)} failed:\n{traceback.format_exc()}", flush=True)
             continue
         finally:
             if device == "cuda":
                 torch.cuda.empty_cache()
+        if row is None:
+            print(f"[{number}] {describe(run)} was given up: time is up", flush=True)
+            return
         append(path, row | found)
-        took = time.perf_counter() - began
-        pace = took / row["training_flops"]
+        took[kind] = (time.perf_counter() - began) / row["steps_done"]
         print(
             f"[{number}] {describe(run)}: {row['validation_loss']} in {row['seconds']} s, "
             f"prepared in {row['prepared_in']} s",
@@ -332,23 +337,37 @@ def describe(run):
 
 
 def grids():
-    """The runs of each part of the study, the most valuable first."""
-    wide, half = 832, 880  # as many training FLOPs as dense 512 with 4 blocks; half its parameters with 8
-    rates = []
-    for lr in (2e-3, 4e-3, 1e-3):
-        rates += [dense(lr=lr), monarch(4, wide, lr=lr)]
-        rates += [dense(lr=2 * lr, optimizer="muon"), monarch(4, wide, lr=2 * lr, optimizer="muon")]
-    stability = [monarch(4, lr=2e-3, times=t, options=o) for t in (1, 4, 0.25) for o in ("", "caps")]
+    """The runs of each part of the study, the most valuable first.
+
+    `scout` finds rates at a twelfth of the cost; `main` are the runs at the study's size, with as many
+    training FLOPs as dense layers (width 832 with 4 blocks) and with half the parameters (width 880
+    with 8, width 624 with 4).
+    """
+    small = {"width": 256, "context": 512, "tokens": 2**13}
+    adamw, muon = {"lr": 2e-3}, {"lr": 4e-3, "optimizer": "muon"}
+    times = (1, 4, 0.25, 2, 0.5)
+    scout = [dense(times=t, **small, **kind) for kind in (adamw, muon) for t in (1, 2, 0.5, 4)]
+    scout += [monarch(4, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
+    scout += [monarch(4, times=t, options="caps", **small, **adamw) for t in (1, 4)]
+    for nblocks in (16, 8):
+        scout += [monarch(nblocks, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
+
+    equal_flops, half = {"nblocks": 4, "width": 832}, {"nblocks": 8, "width": 880, "head_size": 80}
+    main = []
+    for kind in (adamw, muon):
+        main += [dense(**kind), monarch(**equal_flops, **kind), monarch(**half, **kind)]
+    for kind in (muon, adamw):
+        for t in (2, 0.5):
+            main += [dense(times=t, **kind), monarch(**equal_flops, times=t, **kind)]
+    main += [monarch(4, 624, head_size=48, **kind) for kind in (adamw, muon)]
     return {
-        "rates": rates,
-        "stability": stability,
-        "half": [monarch(8, half, head_size=80, lr=2e-3), monarch(4, 624, head_size=48, lr=2e-3)],
-        "timing": list(rates[:4]),
+        "scout": scout,
+        "main": main,
+        "stability": [monarch(4, times=t, options=o, **adamw) for t in (4, 1, 0.25) for o in ("", "caps")],
+        "timing": [dataclasses.replace(run, steps=100) for run in main[:6]],
         "smoke": [
-            make(64, steps=20, layers=2, context=64, tokens=512, optimizer=optimizer, options=options)
-            for make in (dense, lambda *a, **k: monarch(4, *a, **k))
-            for optimizer in ("adamw", "muon")
-            for options in ("", "caps")[: 1 if make is dense else 2]
+            dataclasses.replace(run, width=64, steps=20, layers=2, context=64, tokens=512, head_size=32)
+            for run in [*main[:6], monarch(4, options="caps"), monarch(4, options="guided")]
         ],
     }
 
