@@ -1,6 +1,6 @@
 """Train one small GPT after another, dense and Monarch, and keep what each reached in a CSV.
 
-python benchmarks/train_study.py --grid main --minutes 12 --out benchmarks/results/train_h200.csv
+python benchmarks/train_study.py --grid scout main --minutes 12 --out benchmarks/results/train_h200.csv
 
 The model, the text and the schedule are those of examples/train_lm.py; the text is all Python source
 of the Python that runs this (standard library and site-packages, 110 MB). A row is appended as soon as
@@ -253,15 +253,6 @@ def gather(limit, device):
     return [part.to(device) for part in torch.load(cache)]
 
 
-def done_before(path):
-    """Keys of the runs in the CSV."""
-    if not path.exists():
-        return set()
-    names = [field.name for field in dataclasses.fields(Run)]
-    with path.open(newline="") as file:
-        return {tuple(row[name] for name in names) for row in csv.DictReader(file)}
-
-
 def append(path, row):
     with FileLock(f"{path}.lock"):
         new = not path.exists()
@@ -336,40 +327,62 @@ def describe(run):
     return f"{kind} d={run.width} lr={run.lr:g}*{run.times:g} {run.optimizer} {run.options} s{run.seed}"
 
 
-def grids():
+def grids(rows):
     """The runs of each part of the study, the most valuable first.
 
-    `scout` finds rates at a twelfth of the cost; `main` are the runs at the study's size, with as many
-    training FLOPs as dense layers (width 832 with 4 blocks) and with half the parameters (width 880
-    with 8, width 624 with 4).
+    `scout` finds rates at a twelfth of the cost. `main` are the runs at the study's size, at the rates
+    that were best among the `rows` of `scout`, and at twice and half of them: dense layers, as many
+    training FLOPs in wider Monarch layers, and half as many parameters in others.
     """
     small = {"width": 256, "context": 512, "tokens": 2**13}
     adamw, muon = {"lr": 2e-3}, {"lr": 4e-3, "optimizer": "muon"}
     times = (1, 4, 0.25, 2, 0.5)
     scout = [dense(times=t, **small, **kind) for kind in (adamw, muon) for t in (1, 2, 0.5, 4)]
     scout += [monarch(4, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
-    scout += [monarch(4, times=t, options="caps", **small, **adamw) for t in (1, 4)]
-    for nblocks in (16, 8):
-        scout += [monarch(nblocks, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
+    scout += [monarch(8, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
+    scout += [monarch(4, times=t, options="caps", **small, **adamw) for t in (4, 1)]
+    scout += [monarch(16, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
+
+    def at_best(run, share=1.0):
+        wanted = "linear", "nblocks", "optimizer"
+        reached = {
+            float(row["times"]): float(row["validation_loss"])
+            for row in rows
+            if row["width"] == str(small["width"])
+            and not row["options"]
+            and all(row[name] == str(getattr(run, name)) for name in wanted)
+        }
+        reached = {t: loss for t, loss in reached.items() if math.isfinite(loss)}
+        best = min(reached, key=reached.__getitem__, default=1.0)
+        return dataclasses.replace(run, times=best * share)
 
     equal_flops, half = {"nblocks": 4, "width": 832}, {"nblocks": 8, "width": 880, "head_size": 80}
-    main = []
-    for kind in (adamw, muon):
-        main += [dense(**kind), monarch(**equal_flops, **kind), monarch(**half, **kind)]
-    for kind in (muon, adamw):
-        for t in (2, 0.5):
-            main += [dense(times=t, **kind), monarch(**equal_flops, times=t, **kind)]
-    main += [monarch(4, 624, head_size=48, **kind) for kind in (adamw, muon)]
+    chosen = [
+        make
+        for kind in (adamw, muon)
+        for make in (dense(**kind), monarch(**equal_flops, **kind), monarch(**half, **kind))
+    ]
+    main = [at_best(run) for run in chosen]
+    main += [at_best(run, share) for share in (2, 0.5) for run in chosen if run.nblocks != 8]
+    main += [at_best(monarch(4, 624, head_size=48, **kind)) for kind in (adamw, muon)]
     return {
         "scout": scout,
         "main": main,
         "stability": [monarch(4, times=t, options=o, **adamw) for t in (4, 1, 0.25) for o in ("", "caps")],
-        "timing": [dataclasses.replace(run, steps=100) for run in main[:6]],
+        "timing": [dataclasses.replace(run, steps=100) for run in chosen],
         "smoke": [
             dataclasses.replace(run, width=64, steps=20, layers=2, context=64, tokens=512, head_size=32)
-            for run in [*main[:6], monarch(4, options="caps"), monarch(4, options="guided")]
+            for run in [*chosen, monarch(4, options="caps"), monarch(4, options="guided")]
         ],
     }
+
+
+def read_rows(path):
+    """Rows of the CSV, of earlier runs."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def main():
@@ -377,7 +390,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     gpu = torch.cuda.is_available()
-    parser.add_argument("--grid", nargs="+", default=["main"], help=f"of {', '.join(grids())}")
+    parser.add_argument("--grid", nargs="+", default=["scout", "main"], help=f"of {', '.join(grids([]))}")
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--workers", type=int, default=3 if gpu else 1)
     parser.add_argument("--out", default="train_study.csv")
@@ -386,17 +399,22 @@ def main():
     parser.add_argument("--list", action="store_true", help="print the runs that are left, and stop")
     arguments = parser.parse_args()
     deadline = time.time() + 60 * arguments.minutes
-    before = done_before(Path(arguments.out))
-    runs = list(dict.fromkeys(run for grid in arguments.grid for run in grids()[grid]))
-    runs = [run for run in runs if run.key not in before]
-    if arguments.list:
-        for run in runs:
-            model = build(run, "meta")
-            numbers = block_parameters(model)
-            flops = training_flops(run, model)
-            print(f"{describe(run):60} {numbers / 1e6:6.2f} M  {flops / 1e15:6.2f} PFLOP")
-        return
-    Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    path = Path(arguments.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for grid in arguments.grid:  # one after the other: later ones read the rows of earlier ones
+        rows = read_rows(path)
+        before = {tuple(row[field.name] for field in dataclasses.fields(Run)) for row in rows}
+        runs = [run for run in dict.fromkeys(grids(rows)[grid]) if run.key not in before]
+        if arguments.list:
+            for run in runs:
+                model = build(run, "meta")
+                numbers, flops = block_parameters(model), training_flops(run, model)
+                print(f"{describe(run):60} {numbers / 1e6:6.2f} M  {flops / 1e15:6.2f} PFLOP")
+        else:
+            carry_out(runs, arguments, deadline)
+
+
+def carry_out(runs, arguments, deadline):
     with tempfile.TemporaryDirectory() as claims:
         arguments.claims = claims
         if arguments.workers == 1:
