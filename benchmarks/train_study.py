@@ -92,7 +92,8 @@ def block_parameters(model):
 
 def build(run, device):
     torch.manual_seed(run.seed)
-    linear = linear_layers(run.linear, run.nblocks, run.rank or None)
+    layout = "blocked" if run.has("blocked") else "interleaved"
+    linear = linear_layers(run.linear, run.nblocks, run.rank or None, layout)
     with torch.device(device):
         model = GPT(run.width, run.layers, run.head_size, run.context, linear)
     return schedules.self_guide(model) if run.has("guided") else model
@@ -181,7 +182,7 @@ def train(run, texts, device, note):
         done += 1
         if done % CHECK == 0 or done == run.steps:
             finite = bool(torch.isfinite(losses[:done]).all())  # waits for the GPU
-            if not note(run, done):
+            if not note(run, done) and done < run.steps:
                 return None
             if not finite:
                 break

@@ -73,11 +73,12 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def linear_layers(kind, nblocks=4, rank=None):
+def linear_layers(kind, nblocks=4, rank=None, layout="interleaved"):
     """What makes the model's linear layers: `linear(in_features, out_features)`."""
     if kind == "dense":
         return lambda n_in, n_out: nn.Linear(n_in, n_out, bias=False)
-    return lambda n_in, n_out: MonarchLinear(n_in, n_out, bias=False, nblocks=nblocks, rank=rank)
+    options = {"nblocks": nblocks, "rank": rank, "layout": layout}
+    return lambda n_in, n_out: MonarchLinear(n_in, n_out, bias=False, **options)
 
 
 def read_text(roots, pattern="*.py", limit=None):
@@ -130,7 +131,7 @@ def main():
     if min(len(train), len(valid)) <= context + 1:
         raise SystemExit(f"{len(train) + len(valid):,} bytes of text are too few for a context of {context}")
 
-    linear = linear_layers(arguments.linear, arguments.nblocks, arguments.rank)
+    linear = linear_layers(arguments.linear, arguments.nblocks, arguments.rank, arguments.layout)
     model = GPT(arguments.width, arguments.layers, arguments.head_size, context, linear).to(device)
     optimizer = torch.optim.AdamW(
         param_groups(model, arguments.lr, arguments.weight_decay), betas=(0.9, 0.95), fused=True
@@ -231,6 +232,7 @@ def parse():
     add("--linear", choices=("monarch", "dense"), default="monarch")
     add("--nblocks", type=int, default=4)
     add("--rank", type=int, help="of each sub-block; default: fly's sizes")
+    add("--layout", choices=("interleaved", "blocked"), default="interleaved")
     add("--width", type=int, default=128)
     add("--layers", type=int, default=4)
     add("--head-size", type=int, default=32)
