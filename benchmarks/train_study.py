@@ -342,6 +342,7 @@ def grids(rows):
     scout += [monarch(4, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
     scout += [monarch(8, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
     scout += [monarch(4, times=t, options="caps", **small, **adamw) for t in (4, 1)]
+    scout += [monarch(4, options="blocked", **small, **kind) for kind in (adamw, muon)]
     scout += [monarch(16, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
 
     def at_best(run, share=1.0):

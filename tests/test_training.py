@@ -32,11 +32,11 @@ def texts(lm):
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
 
 
-def reach(lm, texts, linear, width, seed, groups=param_groups):
+def reach(lm, texts, linear, width, seed):
     """Validation loss after a short training, everything but the linear layers alike."""
     torch.manual_seed(seed)
     model = lm.GPT(width, 2, width // 2, CONTEXT, lm.linear_layers(linear, nblocks=4))
-    optimizer = torch.optim.AdamW(groups(model, 4e-3, 0.1), betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(param_groups(model, 4e-3, 0.1), betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(seed)
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -51,30 +51,15 @@ def reach(lm, texts, linear, width, seed, groups=param_groups):
         return float(model(*lm.windows(texts[1], starts, CONTEXT)))
 
 
-def equal_rates(model, lr, weight_decay):
-    """`param_groups` without the rates of factors."""
-    groups = param_groups(model, lr, weight_decay)
-    return [group | {"lr": lr, "initial_lr": lr} for group in groups]
+@pytest.mark.slow
+def test_monarch_is_between_dense_layers_of_its_width_and_of_its_size(lm, texts):
+    """Trained alike, for a third of the parameters it loses less than a dense model that small does.
 
-
-if __name__ == "__main__":
-    import sys
-
-    lm_ = load_example("train_lm")
-    parts = lm_.read_text([sysconfig.get_path("stdlib")], limit=6_000_000)
-    texts_ = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
-    for seed in map(int, sys.argv[1:]):
-        print(
-            seed,
-            "dense64",
-            reach(lm_, texts_, "dense", 64, seed),
-            "m64",
-            reach(lm_, texts_, "monarch", 64, seed),
-            "m64 equal",
-            reach(lm_, texts_, "monarch", 64, seed, equal_rates),
-            "dense36",
-            reach(lm_, texts_, "dense", 36, seed),
-            "m112",
-            reach(lm_, texts_, "monarch", 112, seed),
-            flush=True,
-        )
+    Margins seen over seeds 0 to 2: dense is 0.039 to 0.054 below, the small dense one 0.021 to 0.074
+    above (width 36 has 31 thousand parameters in its blocks, Monarch 33, dense 98).
+    """
+    dense, monarch, small = (
+        reach(lm, texts, *which, seed=0) for which in (("dense", 64), ("monarch", 64), ("dense", 36))
+    )
+    assert dense < monarch - 0.02
+    assert monarch < small - 0.01
