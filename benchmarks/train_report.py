@@ -68,7 +68,7 @@ def best(entries):
 def table(entries):
     """The best of each model, against the dense model of the same optimizer that costs most."""
     lines = [
-        "| layers | width | optimizer | rate | block parameters | training PFLOP | loss | over dense | runs |",
+        "| layers | width | optimizer | rate | parameters | training PFLOP | loss | over dense | runs |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     chosen = sorted(best(entries), key=lambda e: (e.optimizer, -e.parameters))
@@ -108,7 +108,7 @@ def markdown(path):
         f"{row['torch']}) by `benchmarks/train_study.py`; {len(rows)} runs in "
         f"`{path.resolve().relative_to(ROOT)}`. Losses are of validation, in nats a byte, a mean ± the "
         "standard deviation where there are several seeds; rates are those of a dense layer times what "
-        "all matrices of the blocks got on top of `param_groups`."
+        "all matrices of the blocks got on top of `param_groups`; parameters are those of the blocks."
     ]
     sizes = sorted({entry.size for entry in entries}, key=lambda size: -size[1])
     for size in sizes:

@@ -155,7 +155,9 @@ class RMSCaps:
     def __call__(self, *_: Any) -> None:
         """Scale back every factor that is past its cap, without waiting for the device."""
         # Asked for at each call: FSDP2 replaces a module's parameters.
-        factors = [factor for layer in self._layers for factor in (layer.blkdiag1, layer.blkdiag2)]
+        factors: list[Tensor] = []
+        for layer in self._layers:
+            factors += layer.blkdiag1, layer.blkdiag2
         norms = torch._foreach_norm(factors)
         for factor, norm, limit in zip(factors, norms, self._limits, strict=True):
             largest = limit * factor.numel() ** 0.5

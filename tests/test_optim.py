@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from monarch_rocm import MonarchLinear, MonarchShape
-from monarch_rocm.optim import Muon, factor_rates, orthogonal, param_groups
+from monarch_rocm.optim import Muon, RMSCaps, factor_rates, orthogonal, param_groups
 
 
 def change_of_output(layer, rates, lr=1e-3, steps=1):
@@ -128,6 +128,42 @@ def test_orthogonal_keeps_singular_vectors():
     assert float(values.max()) < 1.3
 
 
+@pytest.mark.parametrize("sizes", [(64, 64), (64, 256), (256, 64), (50, 70)])
+def test_caps_leave_new_factors_alone_and_scale_back_grown_ones(sizes):
+    """A new factor is within a few percent of its cap; a grown one ends at it, its direction kept."""
+    torch.manual_seed(0)
+    layer = MonarchLinear(*sizes, nblocks=4)
+    caps = RMSCaps(layer)
+    before = [factor.detach().clone() for factor in (layer.blkdiag1, layer.blkdiag2)]
+    caps()
+    for factor, old in zip((layer.blkdiag1, layer.blkdiag2), before, strict=True):
+        torch.testing.assert_close(factor.detach(), old, rtol=0.05, atol=0)
+    before = [factor.detach().clone() for factor in (layer.blkdiag1, layer.blkdiag2)]
+    with torch.no_grad():
+        layer.blkdiag1 *= 3
+        layer.blkdiag2 *= 0.5
+    RMSCaps(layer, ratio=2.0)()
+    torch.testing.assert_close(layer.blkdiag1.detach(), 2 * before[0], rtol=0.05, atol=0)
+    torch.testing.assert_close(layer.blkdiag2.detach(), 0.5 * before[1])
+
+
+def test_caps_follow_each_step_of_an_optimizer():
+    layer = MonarchLinear(64, 64, nblocks=4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    optimizer.register_step_post_hook(RMSCaps(layer))
+    limit = float(layer.blkdiag1.detach().square().mean())
+    layer.blkdiag1.grad = torch.full_like(layer.blkdiag1, -100.0)
+    optimizer.step()
+    assert float(layer.blkdiag1.detach().square().mean()) == pytest.approx(limit, rel=0.1)
+
+
+def test_caps_need_layers_and_a_positive_ratio():
+    with pytest.raises(ValueError, match="no Monarch layers"):
+        RMSCaps(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="ratio must be positive"):
+        RMSCaps(MonarchLinear(16, 16), ratio=0)
+
+
 def _train(model, make, steps=3):
     torch.manual_seed(1)
     x = torch.randn(4, 16)
@@ -141,7 +177,9 @@ def _train(model, make, steps=3):
 
 def _muon(model):
     matrices = param_groups(model, 1e-2, 0.1, matrices=True)
-    return [Muon(matrices), torch.optim.AdamW(param_groups(model, 1e-2, without=matrices))]
+    muon = Muon(matrices)
+    muon.register_step_post_hook(RMSCaps(model, ratio=0.9))
+    return [muon, torch.optim.AdamW(param_groups(model, 1e-2, without=matrices))]
 
 
 def _model():
