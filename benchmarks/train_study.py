@@ -328,54 +328,95 @@ def describe(run):
     return f"{kind} d={run.width} lr={run.lr:g}*{run.times:g} {run.optimizer} {run.options} s{run.seed}"
 
 
+SMALL = {"width": 256, "context": 512, "tokens": 2**13}
+ADAMW, MUON = {"lr": 2e-3}, {"lr": 4e-3, "optimizer": "muon"}
+EQUAL_FLOPS = {"nblocks": 4, "width": 832}  # as many training FLOPs as dense layers of width 512
+HALF = {"nblocks": 8, "width": 896, "rank": 13}, {"nblocks": 4, "width": 640, "rank": 38}  # parameters
+BUDGETS = (256, 384), (352, 512), (704, 1152)  # widths, dense and with 4 blocks, of equal FLOPs
+
+
+def at_best(run, rows, share=1.0):
+    """The run at the best rate in the rows of its like: of its size, else of its steps, else any."""
+    like = [
+        row
+        for row in rows
+        if not row["options"]
+        and all(row[name] == str(getattr(run, name)) for name in ("linear", "nblocks", "optimizer"))
+        and math.isfinite(float(row["validation_loss"]))
+    ]
+    for names in (("width", "tokens"), ("tokens",), ()):
+        some = [row for row in like if all(row[name] == str(getattr(run, name)) for name in names)]
+        if some:
+            best = min(some, key=lambda row: float(row["validation_loss"]))
+            return dataclasses.replace(run, times=float(best["times"]) * share)
+    return dataclasses.replace(run, times=share)
+
+
 def grids(rows):
-    """The runs of each part of the study, the most valuable first.
-
-    `scout` finds rates at a twelfth of the cost. `main` are the runs at the study's size, at the rates
-    that were best among the `rows` of `scout`, and at twice and half of them: dense layers, as many
-    training FLOPs in wider Monarch layers, and half as many parameters in others.
-    """
-    small = {"width": 256, "context": 512, "tokens": 2**13}
-    adamw, muon = {"lr": 2e-3}, {"lr": 4e-3, "optimizer": "muon"}
+    """The runs of each part of the study, the most valuable first; `rows` say which rates were best."""
     times = (1, 4, 0.25, 2, 0.5)
-    scout = [dense(times=t, **small, **kind) for kind in (adamw, muon) for t in (1, 2, 0.5, 4)]
-    scout += [monarch(4, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
-    scout += [monarch(8, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
-    scout += [monarch(4, times=t, options="caps", **small, **adamw) for t in (4, 1)]
-    scout += [monarch(4, options="blocked", **small, **kind) for kind in (adamw, muon)]
-    scout += [monarch(16, times=t, **small, **kind) for kind in (adamw, muon) for t in times]
+    # Rates, at a twelfth of the cost.
+    scout = [dense(times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in (1, 2, 0.5, 4)]
+    scout += [monarch(4, times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times]
+    scout += [monarch(8, times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times]
+    scout += [monarch(4, times=t, options="caps", **SMALL, **ADAMW) for t in (4, 1)]
+    scout += [monarch(4, options="blocked", **SMALL, **kind) for kind in (ADAMW, MUON)]
+    scout += [monarch(16, times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times]
 
-    def at_best(run, share=1.0):
-        wanted = "linear", "nblocks", "optimizer"
-        reached = {
-            float(row["times"]): float(row["validation_loss"])
-            for row in rows
-            if row["width"] == str(small["width"])
-            and not row["options"]
-            and all(row[name] == str(getattr(run, name)) for name in wanted)
-        }
-        reached = {t: loss for t, loss in reached.items() if math.isfinite(loss)}
-        best = min(reached, key=reached.__getitem__, default=1.0)
-        return dataclasses.replace(run, times=best * share)
-
-    equal_flops, half = {"nblocks": 4, "width": 832}, {"nblocks": 8, "width": 896, "rank": 13}
     chosen = [
         make
-        for kind in (adamw, muon)
-        for make in (dense(**kind), monarch(**equal_flops, **kind), monarch(**half, **kind))
+        for kind in (ADAMW, MUON)
+        for make in (dense(**kind), monarch(**EQUAL_FLOPS, **kind), monarch(**HALF[0], **kind))
     ]
-    main = [at_best(run) for run in chosen]
-    main += [at_best(run, share) for share in (2, 0.5) for run in chosen if run.nblocks != 8]
-    main += [at_best(monarch(4, 640, rank=38, **kind)) for kind in (adamw, muon)]
+    main = [at_best(run, rows) for run in chosen]
+    main += [at_best(run, rows, share) for share in (2, 0.5) for run in chosen if run.nblocks != 8]
+    main += [at_best(monarch(**HALF[1], **kind), rows) for kind in (ADAMW, MUON)]
+    small = {"steps": 20, "width": 64, "layers": 2, "head_size": 32, "context": 64, "tokens": 512, "rank": 0}
+    options = [monarch(4, options=options, **ADAMW) for options in ("caps", "guided", "blocked")]
     return {
         "scout": scout,
         "main": main,
-        "stability": [monarch(4, times=t, options=o, **adamw) for t in (4, 1, 0.25) for o in ("", "caps")],
-        "timing": [dataclasses.replace(run, steps=100) for run in chosen],
-        "smoke": [
-            dataclasses.replace(run, width=64, steps=20, layers=2, context=64, tokens=512, head_size=32)
-            for run in [*chosen, monarch(4, options="caps"), monarch(4, options="guided")]
+        "seeds": [dataclasses.replace(at_best(run, rows), seed=s) for s in (1, 2) for run in chosen],
+        "stability": [
+            monarch(4, times=t, options=o, **kind)
+            for t in (4, 1, 0.25)
+            for kind, o in ((ADAMW, ""), (ADAMW, "caps"), (MUON, ""))
         ],
+        "transfer": [  # from a width to four times it, in steps of 1.4
+            monarch(nblocks, width, times=t, options="mup", context=512, tokens=2**13, **kind)
+            for kind in (ADAMW, MUON)
+            for nblocks in (4, 8)
+            for t in (1, 0.7, 1.4, 0.5, 2)
+            for width in (128, 512)
+        ],
+        "budgets": [
+            at_best(run, rows)
+            for kind in (ADAMW, MUON)
+            for widths in BUDGETS
+            for run in (dense(widths[0], head_size=32, **kind), monarch(4, widths[1], head_size=32, **kind))
+        ],
+        "shapes": [
+            at_best(run, rows)
+            for kind in (ADAMW, MUON)
+            for run in (
+                monarch(4, **kind),
+                monarch(8, **kind),
+                monarch(16, **kind),
+                monarch(4, rank=16, **kind),
+                monarch(8, 1024, **kind),
+                monarch(16, 1024, **kind),
+            )
+        ],
+        "guided": [
+            dataclasses.replace(at_best(monarch(**HALF[0], **kind), rows), options="guided")
+            for kind in (ADAMW, MUON)
+        ],
+        # Alone on the GPU: --workers 1.
+        "timing": [
+            dataclasses.replace(run, steps=100)
+            for run in [*chosen, monarch(4, options="caps"), monarch(4), monarch(4, **MUON)]
+        ],
+        "smoke": [dataclasses.replace(run, **small) for run in [*chosen, *options]],
     }
 
 

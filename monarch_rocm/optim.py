@@ -138,7 +138,7 @@ class RMSCaps:
         >>> hook = optimizer.register_step_post_hook(RMSCaps(layer))
         >>> _ = layer.blkdiag1.data.mul_(100)
         >>> optimizer.step()
-        >>> round(float(layer.blkdiag1.square().mean().sqrt() * 16**0.5), 2)
+        >>> round(float(layer.blkdiag1.detach().square().mean().sqrt() * 16**0.5), 2)
         0.76
     """
 
