@@ -28,8 +28,8 @@ def factor_rates(shape: MonarchShape) -> tuple[float, float]:
         shape (MonarchShape): the geometry, `layer.shape`.
 
     Source: Yang and Hu, "Feature Learning in Infinite-Width Neural Networks", 2021 (the rule for dense
-    layers); Qiu et al., "Compute Better Spent: Replacing Dense Layers with Structured Matrices", 2024,
-    section 3 (factors).
+    layers); Qiu et al., "Compute Better Spent: Replacing Dense Layers with Structured Matrices", 2024
+    (factors).
 
     Example:
         >>> factor_rates(MonarchShape(1024, 1024, nblocks=4))
@@ -130,7 +130,7 @@ class RMSCaps:
         ValueError: a model without Monarch layers; a `ratio` that is not positive.
 
     Source: Potapczynski et al., "Searching for Efficient Linear Layers over a Continuous Space of
-    Structured Matrices", 2024, section 5 (weight normalisation with a largest root mean square).
+    Structured Matrices", 2024 (weight normalisation with a largest root mean square).
 
     Example:
         >>> layer = MonarchLinear(64, 64)
@@ -169,8 +169,8 @@ class Muon(torch.optim.Optimizer):
 
     The last two dimensions of a parameter are a matrix; those before them count matrices, so that a
     factor `(K, Q, P)` is K of them. Every block is orthogonalised on its own, all blocks of equal size
-    in one batch, which costs a K-th of what a dense weight of the same width costs. An update's entries
-    have a root mean square of `0.2 * lr`, about that of AdamW, so that rates mean the same.
+    in one batch: for a square layer with K = L that is `2 / K**2` of the FLOPs that a dense weight takes.
+    An update's entries have a root mean square of about `0.2 * lr`, as with AdamW.
 
     `torch.optim.Muon` refuses 3-D parameters. Vectors, embeddings and the output layer belong to another
     optimizer: `param_groups` makes groups for both.
@@ -186,7 +186,7 @@ class Muon(torch.optim.Optimizer):
         ValueError: a vector or a scalar among the parameters.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024 (update and
-    coefficients); Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2 (scale of updates).
+    coefficients); Liu et al., "Muon is Scalable for LLM Training", 2025 (scale of updates).
 
     Example:
         >>> model = nn.Sequential(MonarchLinear(64, 256, nblocks=4), nn.GELU(), MonarchLinear(256, 64))

@@ -125,7 +125,7 @@ class SelfGuidedLinear(nn.Module):
         share (Tensor): of the guide, a buffer, 1 at first.
 
     Source: Wei et al., "Building on Efficient Foundations: Effectively Training LLMs with Structured
-    Feedforward Layers", 2024, section 3.2.
+    Feedforward Layers", 2024. Theirs starts from a guide that is not quite the layer.
 
     Example:
         >>> layer = MonarchLinear(64, 64, nblocks=4)

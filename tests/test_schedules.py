@@ -160,6 +160,18 @@ def test_a_guide_equals_its_layer_at_the_start(share, sizes):
     torch.testing.assert_close(found[4], share * grad.T @ x.detach())
 
 
+def test_a_guided_layer_compiles_once_for_all_shares():
+    guided = SelfGuidedLinear(MonarchLinear(16, 32, nblocks=4))
+    run = torch.compile(guided, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 16)
+    with torch.compiler.set_stance("default"):
+        run(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for share in (0.5, 0.0):
+            set_guidance(guided, share)
+            torch.testing.assert_close(run(x), guided(x))
+
+
 def test_guidance_from_start_to_finish():
     """A guided training ends with the bare layers, and an optimizer that holds just the model."""
     model = self_guide(make_model(monarch=True))
