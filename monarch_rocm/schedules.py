@@ -88,12 +88,17 @@ def to_dense(model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None
     Returns:
         nn.Module: the model, the same object unless it is itself a Monarch layer.
 
+    Raises:
+        ValueError: a layer that still has a guide (`finish_guidance`).
+
     Example:
         >>> layer = MonarchLinear(64, 64, nblocks=4)
         >>> x = torch.randn(2, 64)
         >>> torch.allclose(to_dense(layer)(x), layer(x), atol=1e-5)
         True
     """
+    if any(isinstance(module, SelfGuidedLinear) for module in model.modules()):
+        raise ValueError("the model has guided layers: call finish_guidance before to_dense")
     made: dict[nn.Module, nn.Module] = {}
     successors: dict[Tensor, list[_Successor]] = {}
     for module in model.modules():
@@ -261,7 +266,8 @@ def _exchange(optimizer: torch.optim.Optimizer, successors: dict[Tensor, list[_S
                     added.setdefault(new.rate, []).append(new.parameter)
                     if new.convert is not None:
                         _hand_over(optimizer, state, new)
-        group["params"] = [p for p in group["params"] if not any(p is old for old in gone)]
+        left = set(map(id, gone))
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in left]
         options = {key: value for key, value in group.items() if key != "params"}
         for rate, parameters in added.items():
             scaled: dict[str, Any] = {

@@ -185,6 +185,8 @@ def test_guidance_from_start_to_finish():
         if i == 10:
             with pytest.raises(ValueError, match="still have a share"):
                 finish_guidance(model)
+            with pytest.raises(ValueError, match="finish_guidance before to_dense"):
+                to_dense(model)
     before = model(torch.ones(1, 16))
     finish_guidance(model, optimizer=optimizer)
     torch.testing.assert_close(model(torch.ones(1, 16)), before)
