@@ -330,8 +330,9 @@ def describe(run):
 
 SMALL = {"width": 256, "context": 512, "tokens": 2**13}
 ADAMW, MUON = {"lr": 2e-3}, {"lr": 4e-3, "optimizer": "muon"}
-EQUAL_FLOPS = {"nblocks": 4, "width": 832}  # as many training FLOPs as dense layers of width 512
-HALF = {"nblocks": 8, "width": 896, "rank": 13}, {"nblocks": 4, "width": 640, "rank": 38}  # parameters
+# As many training FLOPs as dense layers of width 512, and half as many parameters.
+EQUAL_FLOPS = {"nblocks": 8, "width": 1088}, {"nblocks": 4, "width": 832}
+HALF = {"nblocks": 8, "width": 896, "rank": 13}, {"nblocks": 4, "width": 640, "rank": 38}
 BUDGETS = (256, 384), (352, 512), (704, 1152)  # widths, dense and with 4 blocks, of equal FLOPs
 
 
@@ -366,10 +367,11 @@ def grids(rows):
     chosen = [
         make
         for kind in (ADAMW, MUON)
-        for make in (dense(**kind), monarch(**EQUAL_FLOPS, **kind), monarch(**HALF[0], **kind))
+        for make in (dense(**kind), monarch(**EQUAL_FLOPS[0], **kind), monarch(**HALF[0], **kind))
     ]
     main = [at_best(run, rows) for run in chosen]
-    main += [at_best(run, rows, share) for share in (2, 0.5) for run in chosen if run.nblocks != 8]
+    main += [at_best(monarch(**EQUAL_FLOPS[1], **kind), rows) for kind in (ADAMW, MUON)]
+    main += [at_best(run, rows, share) for share in (2, 0.5) for run in chosen if not run.rank]
     main += [at_best(monarch(**HALF[1], **kind), rows) for kind in (ADAMW, MUON)]
     small = {"steps": 20, "width": 64, "layers": 2, "head_size": 32, "context": 64, "tokens": 512, "rank": 0}
     options = [monarch(4, options=options, **ADAMW) for options in ("caps", "guided", "blocked")]
