@@ -45,12 +45,15 @@ class Entry:
         return f"{self.loss:.4f}{spread}"
 
 
+TIMED = 100  # steps of the runs that are there for their time
+
+
 def read(path):
-    """Entries of a CSV, those of short runs for timing left out."""
+    """Entries of a CSV, without the short runs for timing, and all rows."""
     groups = defaultdict(list)
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if int(row["steps"]) > 100]
-    for row in rows:
+        rows = list(csv.DictReader(file))
+    for row in (row for row in rows if int(row["steps"]) > TIMED):
         groups[tuple(row[name] for name in (*SIZE, *MODEL, "lr", "times"))].append(row)
     return [Entry(some) for some in groups.values()], rows
 
@@ -99,6 +102,19 @@ def rates(entries):
     return "\n".join(lines) if models else ""
 
 
+def times(rows):
+    """Milliseconds of a step, for runs that had the GPU to themselves."""
+    timed = [row for row in rows if int(row["steps"]) == TIMED and row["workers"] == "1"]
+    dense = {row["optimizer"]: float(row["seconds"]) for row in timed if row["linear"] == "dense"}
+    lines = ["| layers | width | optimizer | ms a step | of dense |", "|---|---|---|---|---|"]
+    for row in timed:
+        seconds = float(row["seconds"])
+        share = f"{seconds / dense[row['optimizer']]:.2f}" if row["optimizer"] in dense else ""
+        cells = [Entry([row]).name, row["width"], row["optimizer"], f"{1000 * seconds / TIMED:.2f}", share]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) if timed else ""
+
+
 def markdown(path):
     entries, rows = read(path)
     row = rows[-1]
@@ -119,6 +135,8 @@ def markdown(path):
         parts.append(table(some))
         if by_rate := rates(some):
             parts += ["By rate:", by_rate]
+    if by_time := times(rows):
+        parts += ["### Time", "Alone on the GPU, a whole step as one CUDA graph:", by_time]
     return "\n\n".join(parts), entries
 
 
