@@ -50,7 +50,7 @@ class Run:
     width: int = 512
     nblocks: int = 0
     rank: int = 0  # 0: fly's sizes
-    lr: float = 2e-3  # of a dense layer
+    lr: float = 1e-3  # of a dense layer of width 512
     times: float = 1.0  # all matrices' rates in the blocks, as a multiple of the recommended
     optimizer: str = "adamw"
     options: str = ""  # words, joined by +
@@ -101,8 +101,7 @@ def build(run, device):
 
 def optimizers(run, model, device):
     """The optimizers, each with its groups."""
-    base = 512 if run.has("mup") else None
-    wanted = {"lr": run.lr, "weight_decay": 0.1, "base_fan_in": base}
+    wanted = {"lr": run.lr, "weight_decay": 0.1, "base_fan_in": 512}
     matrices = optim.param_groups(model.blocks, **wanted, matrices=True)
     for group in matrices:
         group["lr"] = group["initial_lr"] = group["lr"] * run.times
@@ -116,7 +115,7 @@ def optimizers(run, model, device):
         for group in itertools.chain.from_iterable(kind.param_groups for kind in kinds):
             group["lr"], group["capturable"] = torch.tensor(group["lr"], device=device), True
     if run.has("caps"):
-        kinds[0].register_step_post_hook(optim.RMSCaps(model))
+        optim.StepCaps(model).attach(kinds[0])
     return kinds
 
 
@@ -329,9 +328,10 @@ def describe(run):
 
 
 SMALL = {"width": 256, "context": 512, "tokens": 2**13}
-ADAMW, MUON = {"lr": 2e-3}, {"lr": 4e-3, "optimizer": "muon"}
+ADAMW, MUON = {"lr": 1e-3}, {"lr": 4e-3, "optimizer": "muon"}
+CAPPED = ADAMW | {"options": "caps", "times": 4}  # past where the caps are reached
 # As many training FLOPs as dense layers of width 512, and half as many parameters.
-EQUAL_FLOPS = {"nblocks": 8, "width": 1088}, {"nblocks": 4, "width": 832}
+EQUAL_FLOPS = {"nblocks": 4, "width": 832}, {"nblocks": 8, "width": 1088}
 HALF = {"nblocks": 8, "width": 896, "rank": 13}, {"nblocks": 4, "width": 640, "rank": 38}
 BUDGETS = (256, 384), (352, 512), (704, 1152)  # widths, dense and with 4 blocks, of equal FLOPs
 
@@ -355,37 +355,38 @@ def at_best(run, rows, share=1.0):
 
 def grids(rows):
     """The runs of each part of the study, the most valuable first; `rows` say which rates were best."""
-    times = (1, 4, 0.25, 2, 0.5)
+    times = (1, 0.5, 2, 4, 0.25)
     # Rates, at a twelfth of the cost.
-    scout = [dense(times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in (1, 2, 0.5, 4)]
+    scout = [dense(times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times[:4]]
     scout += [monarch(4, times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times]
-    scout += [monarch(8, times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times]
-    scout += [monarch(4, times=t, options="caps", **SMALL, **ADAMW) for t in (4, 1)]
+    scout += [monarch(4, **SMALL, **CAPPED | {"times": t}) for t in (4, 1, 16)]
+    scout += [monarch(8, times=t, **SMALL, **kind) for kind in (MUON, ADAMW) for t in times]
+    scout += [monarch(8, **SMALL, **CAPPED)]
     scout += [monarch(4, options="blocked", **SMALL, **kind) for kind in (ADAMW, MUON)]
     scout += [monarch(16, times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times]
 
-    chosen = [
-        make
-        for kind in (ADAMW, MUON)
-        for make in (dense(**kind), monarch(**EQUAL_FLOPS[0], **kind), monarch(**HALF[0], **kind))
-    ]
-    main = [at_best(run, rows) for run in chosen]
-    main += [at_best(monarch(**EQUAL_FLOPS[1], **kind), rows) for kind in (ADAMW, MUON)]
-    main += [at_best(run, rows, share) for share in (2, 0.5) for run in chosen if not run.rank]
-    main += [at_best(monarch(**HALF[1], **kind), rows) for kind in (ADAMW, MUON)]
+    def models(kind, wide=0):
+        return [dense(**kind), monarch(**EQUAL_FLOPS[wide], **kind), monarch(**HALF[0], **kind)]
+
+    chosen = [at_best(run, rows) for kind in (MUON, ADAMW) for run in models(kind)]
+    chosen += [monarch(**size, **CAPPED) for size in (EQUAL_FLOPS[0], HALF[0])]
+    others = [at_best(monarch(**EQUAL_FLOPS[1], **kind), rows) for kind in (MUON, ADAMW)]
+    others += [monarch(**EQUAL_FLOPS[1], **CAPPED)]
+    others += [at_best(monarch(**HALF[1], **kind), rows) for kind in (MUON, ADAMW)]
+    rates = [at_best(run, rows, s) for kind in (MUON, ADAMW) for s in (2, 0.5) for run in models(kind)[:2]]
     small = {"steps": 20, "width": 64, "layers": 2, "head_size": 32, "context": 64, "tokens": 512, "rank": 0}
     options = [monarch(4, options=options, **ADAMW) for options in ("caps", "guided", "blocked")]
     return {
         "scout": scout,
-        "main": main,
-        "seeds": [dataclasses.replace(at_best(run, rows), seed=s) for s in (1, 2) for run in chosen],
+        "main": chosen + others + rates,
+        "seeds": [dataclasses.replace(run, seed=s) for s in (1, 2) for run in chosen],
         "stability": [
-            monarch(4, times=t, options=o, **kind)
+            monarch(4, **kind | {"times": t * kind.get("times", 1)})
             for t in (4, 1, 0.25)
-            for kind, o in ((ADAMW, ""), (ADAMW, "caps"), (MUON, ""))
+            for kind in (CAPPED, MUON, ADAMW)
         ],
         "transfer": [  # from a width to four times it, in steps of 1.4
-            monarch(nblocks, width, times=t, options="mup", context=512, tokens=2**13, **kind)
+            monarch(nblocks, width, times=t, context=512, tokens=2**13, **kind)
             for kind in (ADAMW, MUON)
             for nblocks in (4, 8)
             for t in (1, 0.7, 1.4, 0.5, 2)
@@ -416,7 +417,7 @@ def grids(rows):
         # Alone on the GPU: --workers 1.
         "timing": [
             dataclasses.replace(run, steps=100)
-            for run in [*chosen, monarch(4, options="caps"), monarch(4), monarch(4, **MUON)]
+            for run in [*chosen, monarch(4, **CAPPED), monarch(4), monarch(4, **MUON)]
         ],
         "smoke": [dataclasses.replace(run, **small) for run in [*chosen, *options]],
     }

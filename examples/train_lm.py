@@ -43,6 +43,8 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
         self.attend, self.project = linear(width, 3 * width), linear(width, width)
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+        for layer in (self.project, self.down):  # a new block adds nothing: it learns sooner so
+            nn.init.zeros_(layer.blkdiag2 if isinstance(layer, MonarchLinear) else layer.weight)
 
     def forward(self, x):
         batch, context, width = x.shape
@@ -134,7 +136,9 @@ def main():
     linear = linear_layers(arguments.linear, arguments.nblocks, arguments.rank, arguments.layout)
     model = GPT(arguments.width, arguments.layers, arguments.head_size, context, linear).to(device)
     optimizer = torch.optim.AdamW(
-        param_groups(model, arguments.lr, arguments.weight_decay), betas=(0.9, 0.95), fused=True
+        param_groups(model, arguments.lr, arguments.weight_decay, base_fan_in=512),
+        betas=(0.9, 0.95),
+        fused=True,
     )
     numbers = sum(parameter.numel() for parameter in model.blocks.parameters())
     console.print(f"{arguments.linear}, {numbers:,} parameters in the blocks, {len(train):,} bytes of text")
@@ -241,7 +245,7 @@ def parse():
     add("--accumulate", type=int, default=1, help="forward passes a step")
     add("--steps", type=int, default=500)
     add("--warmup", type=int, default=50, help="steps")
-    add("--lr", type=float, default=3e-3, help="of a dense layer; factors get theirs from it")
+    add("--lr", type=float, default=3e-3, help="of a dense layer with 512 inputs; others get theirs from it")
     add("--weight-decay", type=float, default=0.1)
     add("--data", help="a file or a folder of text; default: the standard library's source")
     add("--out", default="train_lm", help="folder for log, plot and checkpoint")

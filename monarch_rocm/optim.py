@@ -18,27 +18,27 @@ from monarch_rocm.shape import MonarchShape
 def factor_rates(shape: MonarchShape) -> tuple[float, float]:
     """Learning rates of the two factors, as multiples of the rate of a dense layer of the same size.
 
-    An optimizer like Adam changes each entry of a matrix by about its rate, in the direction that its
-    inputs share, so that an output changes by the rate times the number of inputs that it reads: all
-    `in_features` in a dense layer, `P` in a block of the first factor, `R` in one of the second. Each
-    factor is to give half of the change that the dense layer's output would see in a step, hence
-    `in_features / (2 * P)` and `in_features / (2 * R)`. `docs/training.md` has the derivation.
+    Each factor is to change by the share of itself by which the dense weight would in a step. Adam (and
+    `Muon`, by its scale) changes each entry of a matrix by about the rate, and entries of new matrices
+    are as large as one over the root of how many inputs an output reads: `in_features` in a dense
+    layer, `P` in a block of the first factor, `R` in one of the second. Hence `sqrt(in_features / P)`
+    and `sqrt(in_features / R)`. `docs/training.md` has the derivation, and what else was tried.
 
     Args:
         shape (MonarchShape): the geometry, `layer.shape`.
 
-    Source: Yang and Hu, "Feature Learning in Infinite-Width Neural Networks", 2021 (the rule for dense
-    layers); Qiu et al., "Compute Better Spent: Replacing Dense Layers with Structured Matrices", 2024
-    (factors).
+    Source: You et al., "Large Batch Optimization for Deep Learning", 2020 (steps relative to weights);
+    Qiu et al., "Compute Better Spent: Replacing Dense Layers with Structured Matrices", 2024, have
+    `in_features / (2 * P)` and `in_features / (2 * R)`, the same for square layers of 4 blocks.
 
     Example:
         >>> factor_rates(MonarchShape(1024, 1024, nblocks=4))
         (2.0, 2.0)
         >>> factor_rates(MonarchShape(4096, 1024, nblocks=4))
-        (2.0, 8.0)
+        (2.0, 4.0)
     """
     # P counts padding, in_features does not: a block reads in_features / K features on average.
-    return shape.K / 2, shape.in_features / (2 * shape.R)
+    return math.sqrt(shape.K), math.sqrt(shape.in_features / shape.R)
 
 
 def param_groups(
@@ -64,9 +64,9 @@ def param_groups(
         weight_decay (float): of factors and of everything else with two or more dimensions; vectors
             (biases, norms) get none. Default: 0.
         base_fan_in (int, optional): `lr` is meant for dense layers with that many inputs, and
-            `nn.Linear` and Monarch layers of other widths get `lr * base_fan_in / in_features`, so
-            that the best rate of a narrow model is about that of a wide one (maximal update
-            parametrisation). Embeddings and vectors keep `lr`. Default: `lr` whatever the width.
+            `nn.Linear` and Monarch layers of other widths get `lr * sqrt(base_fan_in / in_features)`,
+            so that weights of any width change by the same share. Embeddings and vectors keep `lr`.
+            Default: `lr` whatever the width.
         matrices (bool): only factors and weights of `nn.Linear`, for `Muon`. Default: everything.
         without (list of dict): leave out the parameters of these groups, of another optimizer.
 
@@ -88,7 +88,7 @@ def param_groups(
     rates: dict[int, float] = {}
     for module in model.modules():
         if isinstance(module, (MonarchLinear, nn.Linear)):
-            width = 1.0 if base_fan_in is None else base_fan_in / module.in_features
+            width = 1.0 if base_fan_in is None else math.sqrt(base_fan_in / module.in_features)
         if isinstance(module, MonarchLinear):
             for factor, rate in zip(
                 (module.blkdiag1, module.blkdiag2), factor_rates(module.shape), strict=True
@@ -115,34 +115,37 @@ def param_groups(
     ]
 
 
-class RMSCaps:
-    """Keep the root mean square of each factor's entries at most `ratio` times that of a new layer.
+class StepCaps:
+    """Let no step of an optimizer change a factor by more than a share of the size of new factors.
 
-    The product of two factors grows with both, so that a rate that is too high lets a Monarch layer's
-    outputs grow with the square of what a dense layer's would. With caps they cannot: a factor that has
-    grown past its cap is scaled back, as a whole. Call it after each step, or give it to the optimizer.
+    A rate that is too high makes a Monarch layer diverge sooner than a dense one, since its output is a
+    product of two factors that both change. Here each factor's change in a step is clipped, as a whole,
+    to a root mean square of `ratio` times that of a new factor's entries; where a schedule lowers a
+    group's `lr` below its `initial_lr`, the cap falls with it. So rates above the one that reaches the
+    cap do the same as that one.
 
     Args:
         model (nn.Module): whose `MonarchLinear` layers are capped. Deep copies need caps of their own.
-        ratio (float): of the cap to the root mean square of new factors (`init.bounds`). Default: 1.
+        ratio (float): of the largest change to new factors, by their root mean squares. Default: 0.01.
 
     Raises:
         ValueError: a model without Monarch layers; a `ratio` that is not positive.
 
-    Source: Potapczynski et al., "Searching for Efficient Linear Layers over a Continuous Space of
-    Structured Matrices", 2024 (weight normalisation with a largest root mean square).
+    Source: the clipping of updates is that of Shazeer and Stern, "Adafactor", 2018, per factor.
 
     Example:
         >>> layer = MonarchLinear(64, 64)
-        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
-        >>> hook = optimizer.register_step_post_hook(RMSCaps(layer))
-        >>> _ = layer.blkdiag1.data.mul_(100)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=1e6)
+        >>> StepCaps(layer, ratio=0.01).attach(optimizer)
+        >>> before = layer.blkdiag1.detach().clone()
+        >>> layer(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()
-        >>> round(float(layer.blkdiag1.detach().square().mean().sqrt() * 16**0.5), 2)
-        0.76
+        >>> change = layer.blkdiag1.detach() - before
+        >>> bool(change.std() < 0.011 * before.std())
+        True
     """
 
-    def __init__(self, model: nn.Module, ratio: float = 1.0) -> None:
+    def __init__(self, model: nn.Module, ratio: float = 0.01) -> None:
         if not ratio > 0:
             raise ValueError(f"ratio must be positive, but ratio={ratio!r} was given")
         self._layers = [module for module in model.modules() if isinstance(module, MonarchLinear)]
@@ -150,18 +153,41 @@ class RMSCaps:
             raise ValueError("the model has no Monarch layers, whose factors could be capped")
         # Of a uniform draw within a bound, over sqrt(3).
         self._limits = [ratio * b / 3**0.5 for layer in self._layers for b in init.bounds(layer.shape)]
+        self._before: list[Tensor] = []
 
-    @torch.no_grad()
-    def __call__(self, *_: Any) -> None:
-        """Scale back every factor that is past its cap, without waiting for the device."""
-        # Asked for at each call: FSDP2 replaces a module's parameters.
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cap every step of the optimizer from now on; factors that it does not have are left alone."""
+        optimizer.register_step_pre_hook(self._remember)
+        optimizer.register_step_post_hook(self._cap)
+
+    def _factors(self) -> list[Tensor]:
+        # Asked for at each step: FSDP2 replaces a module's parameters.
         factors: list[Tensor] = []
         for layer in self._layers:
             factors += layer.blkdiag1, layer.blkdiag2
-        norms = torch._foreach_norm(factors)
-        for factor, norm, limit in zip(factors, norms, self._limits, strict=True):
-            largest = limit * factor.numel() ** 0.5
-            factor.mul_((largest / norm).clamp(max=1.0))
+        return factors
+
+    @torch.no_grad()
+    def _remember(self, *_: Any) -> None:
+        factors = [_local(factor) for factor in self._factors()]
+        if not self._before:
+            self._before = [torch.empty_like(factor) for factor in factors]
+        torch._foreach_copy_(self._before, factors)
+
+    @torch.no_grad()
+    def _cap(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        shares = {
+            id(parameter): group["lr"] / group.get("initial_lr", group["lr"])
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        factors = self._factors()
+        parts = [_local(factor) for factor in factors]
+        norms = torch._foreach_norm(torch._foreach_sub(parts, self._before))
+        for i, (factor, limit) in enumerate(zip(factors, self._limits, strict=True)):
+            largest = shares.get(id(factor), 1.0) * limit * factor.numel() ** 0.5
+            norm = _norm_of_all(norms[i], factor)
+            parts[i].lerp_(self._before[i], 1 - (largest / norm.clamp(min=1e-30)).clamp(max=1.0))
 
 
 class Muon(torch.optim.Optimizer):
@@ -256,6 +282,18 @@ def _orthogonal_all(gradients: list[Tensor], params: list[Tensor]) -> list[Tenso
 def _local(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that this process holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _norm_of_all(norm: Tensor, parameter: Tensor) -> Tensor:
+    """The norm of a tensor that is sharded like a parameter, from that of the local part."""
+    places = getattr(parameter, "placements", ())
+    if not any(place.is_shard() for place in places):
+        return norm
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    sums = [Partial() if place.is_shard() else Replicate() for place in places]
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(norm.square(), mesh, sums, run_check=False).full_tensor().sqrt()
 
 
 def _cut(parameter: Tensor) -> bool:

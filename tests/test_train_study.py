@@ -66,7 +66,7 @@ def test_rates_are_multiples_of_the_recommended():
     rates = {id(p): g["lr"] for g in adamw.param_groups for p in g["params"]}
     layer = model.blocks[0].up
     assert isinstance(layer, MonarchLinear)
-    assert rates[id(layer.blkdiag1)] == pytest.approx(1e-3 * 4)  # K/2 = 1
+    assert rates[id(layer.blkdiag1)] == pytest.approx(1e-3 * 4 * 2**0.5)
     assert rates[id(model.head.weight)] == 1e-3
     assert sorted(rates) == sorted(id(p) for p in model.parameters())
 
