@@ -64,10 +64,11 @@ def test_rates_are_multiples_of_the_recommended():
     model = train_study.build(run, "cpu")
     (adamw,) = train_study.optimizers(run, model, "cpu")
     rates = {id(p): g["lr"] for g in adamw.param_groups for p in g["params"]}
-    layer = model.blocks[0].up
+    layer, wide = model.blocks[0].up, (512 / 16) ** 0.5
     assert isinstance(layer, MonarchLinear)
-    assert rates[id(layer.blkdiag1)] == pytest.approx(1e-3 * 4 * 2**0.5)
-    assert rates[id(model.head.weight)] == 1e-3
+    assert rates[id(layer.blkdiag1)] == pytest.approx(1e-3 * 4 * 2**0.5 * wide)
+    assert rates[id(model.head.weight)] == pytest.approx(1e-3 * wide)
+    assert rates[id(model.bytes.weight)] == 1e-3
     assert sorted(rates) == sorted(id(p) for p in model.parameters())
 
 
