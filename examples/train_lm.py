@@ -9,7 +9,7 @@ The default size trains on a CPU in two minutes:
 A real size, on a GPU:
 
     python examples/train_lm.py --width 832 --layers 8 --head-size 64 --context 1024 --batch 32 \
-        --steps 1500 --lr 2e-3 --compile
+        --steps 1500 --lr 1e-3 --compile
 
 Writes the log (CSV), a plot of the loss and a checkpoint into --out; --resume goes on from there.
 """
@@ -245,7 +245,9 @@ def parse():
     add("--accumulate", type=int, default=1, help="forward passes a step")
     add("--steps", type=int, default=500)
     add("--warmup", type=int, default=50, help="steps")
-    add("--lr", type=float, default=3e-3, help="of a dense layer with 512 inputs; others get theirs from it")
+    add(
+        "--lr", type=float, default=1.5e-3, help="of a dense layer with 512 inputs; others get theirs from it"
+    )
     add("--weight-decay", type=float, default=0.1)
     add("--data", help="a file or a folder of text; default: the standard library's source")
     add("--out", default="train_lm", help="folder for log, plot and checkpoint")
