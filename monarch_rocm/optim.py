@@ -90,10 +90,8 @@ def param_groups(
         if isinstance(module, (MonarchLinear, nn.Linear)):
             width = 1.0 if base_fan_in is None else math.sqrt(base_fan_in / module.in_features)
         if isinstance(module, MonarchLinear):
-            for factor, rate in zip(
-                (module.blkdiag1, module.blkdiag2), factor_rates(module.shape), strict=True
-            ):
-                rates[id(factor)] = rate * width
+            one, two = factor_rates(module.shape)
+            rates[id(module.blkdiag1)], rates[id(module.blkdiag2)] = one * width, two * width
         elif isinstance(module, nn.Linear):
             rates[id(module.weight)] = width
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -177,7 +175,7 @@ class StepCaps:
     @torch.no_grad()
     def _cap(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         shares = {
-            id(parameter): group["lr"] / group.get("initial_lr", group["lr"])
+            id(parameter): group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
