@@ -60,6 +60,7 @@ class Run:
     head_size: int = 64
     context: int = 1024
     tokens: int = 2**15  # a step
+    recipe: int = 2  # to be raised when the model, the text or the meaning of rates changes
 
     def has(self, option):
         return option in self.options.split("+")
@@ -449,6 +450,8 @@ def main():
     path.parent.mkdir(parents=True, exist_ok=True)
     for grid in arguments.grid:  # one after the other: later ones read the rows of earlier ones
         rows = read_rows(path)
+        if rows and rows[0].get("recipe") != str(Run().recipe):
+            parser.error(f"{path} has rows of another recipe: name another file with --out")
         before = {tuple(row[field.name] for field in dataclasses.fields(Run)) for row in rows}
         runs = [run for run in dict.fromkeys(grids(rows)[grid]) if run.key not in before]
         if arguments.list:

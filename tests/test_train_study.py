@@ -53,6 +53,13 @@ def test_no_run_begins_after_the_time_is_up(study):
     assert study(RUNS, "--minutes", "0") == []
 
 
+def test_rows_of_another_recipe_are_not_mixed_with_new_ones(study, capsys):
+    study([dataclasses.replace(RUNS[0], recipe=1)])
+    with pytest.raises(SystemExit):
+        study(RUNS[:1])
+    assert "rows of another recipe" in capsys.readouterr().err
+
+
 def test_a_failing_run_does_not_stop_the_others(study, capsys):
     rows = study([dataclasses.replace(RUNS[0], head_size=7), RUNS[1]])
     assert [row["linear"] for row in rows] == ["monarch"]
