@@ -152,6 +152,7 @@ class StepCaps:
         # Of a uniform draw within a bound, over sqrt(3).
         self._limits = [ratio * b / 3**0.5 for layer in self._layers for b in init.bounds(layer.shape)]
         self._before: list[Tensor] = []
+        self._largest: dict[tuple[int, ...], Tensor] = {}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Cap every step of the optimizer from now on; factors that it does not have are left alone."""
@@ -174,18 +175,22 @@ class StepCaps:
 
     @torch.no_grad()
     def _cap(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        shares = {
-            id(parameter): group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
         factors = self._factors()
-        parts = [_local(factor) for factor in factors]
-        norms = torch._foreach_norm(torch._foreach_sub(parts, self._before))
-        for i, (factor, limit) in enumerate(zip(factors, self._limits, strict=True)):
-            largest = shares.get(id(factor), 1.0) * limit * factor.numel() ** 0.5
-            norm = _norm_of_all(norms[i], factor)
-            parts[i].lerp_(self._before[i], 1 - (largest / norm.clamp(min=1e-30)).clamp(max=1.0))
+        index = {id(factor): i for i, factor in enumerate(factors)}
+        for group in optimizer.param_groups:
+            members = tuple(index[id(p)] for p in group["params"] if id(p) in index)
+            if not members:
+                continue
+            parts, before = [_local(factors[i]) for i in members], [self._before[i] for i in members]
+            norms = torch._foreach_norm(torch._foreach_sub(parts, before))
+            norm = torch.stack([_norm_of_all(n, factors[i]) for n, i in zip(norms, members, strict=True)])
+            if members not in self._largest:  # at the first step: later ones may be captured in a graph
+                largest = [self._limits[i] * factors[i].numel() ** 0.5 for i in members]
+                self._largest[members] = norm.new_tensor(largest)
+            share = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
+            kept = (share * self._largest[members] / norm.clamp(min=1e-30)).clamp(max=1.0)
+            for part, old, back in zip(parts, before, (1 - kept).unbind(), strict=True):
+                part.lerp_(old, back)
 
 
 class Muon(torch.optim.Optimizer):
