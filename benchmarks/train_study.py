@@ -329,6 +329,7 @@ def describe(run):
 
 
 SMALL = {"width": 256, "context": 512, "tokens": 2**13}
+TINY = {"width": 64, "layers": 2, "head_size": 32, "context": 128, "tokens": 2**10}
 ADAMW, MUON = {"lr": 1e-3}, {"lr": 4e-3, "optimizer": "muon"}
 CAPPED = ADAMW | {"options": "caps", "times": 4}  # past where the caps are reached
 # As many training FLOPs as dense layers of width 512, and half as many parameters.
@@ -414,6 +415,15 @@ def grids(rows):
         "guided": [
             dataclasses.replace(at_best(monarch(**HALF[0], **kind), rows), options="guided")
             for kind in (ADAMW, MUON)
+        ],
+        "cpu": [  # an hour on a CPU: --device cpu --limit 30000000
+            *[monarch(4, **TINY, **CAPPED | {"times": t}) for t in (4, 16, 1)],
+            *[monarch(4, times=t, **TINY, **ADAMW) for t in (1, 4, 0.25)],
+            dense(**TINY, **ADAMW),
+            *[monarch(4, times=t, **TINY, **MUON) for t in (1, 4, 0.25)],
+            dense(**TINY, **MUON),
+            monarch(4, **TINY, **CAPPED | {"options": "caps+blocked"}),
+            monarch(4, **TINY, **CAPPED | {"options": "caps+guided"}),
         ],
         # Alone on the GPU: --workers 1.
         "timing": [
