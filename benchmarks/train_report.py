@@ -1,6 +1,6 @@
 """Turn the rows of benchmarks/train_study.py into the tables of docs/training.md and a plot.
 
-python benchmarks/train_report.py benchmarks/results/train_h200.csv
+python benchmarks/train_report.py benchmarks/results/train_h200.csv benchmarks/results/train_cpu.csv
 """
 
 import argparse
@@ -170,12 +170,15 @@ def plot(entries, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     arguments = parser.parse_args()
-    text, entries = markdown(arguments.results)
+    texts = []
+    for path in arguments.results:
+        text, entries = markdown(path)
+        plot(entries, path.with_suffix(".png"))
+        texts.append(f"{text}\n\n![Loss over FLOPs and parameters](../benchmarks/results/{path.stem}.png)")
     page = ROOT / "docs" / "training.md"
-    page.write_text(insert(page.read_text(), text))
-    plot(entries, arguments.results.with_suffix(".png"))
+    page.write_text(insert(page.read_text(), "\n\n".join(texts)))
 
 
 if __name__ == "__main__":
