@@ -1,4 +1,7 @@
-"""Dense for a part of the training, Monarch for the rest: conversions between steps, with optimizers."""
+"""Dense for a part of the training, Monarch for the rest: conversions between steps, with optimizers.
+
+Parameters must be whole: convert a model before it is sharded.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def to_monarch(
     its two factors: their rates are the weight's, times `factor_rates`; every other option of the
     weight's group is kept. Running means of gradients become those that the factors would have had
     with the same gradients of the dense weight; means of squared gradients likewise, as if entries
-    of a gradient were independent; a count of steps goes on. Other state begins anew.
+    of a gradient were independent, but no less than the squares of the means, so that Adam's first
+    steps are no larger than others; a count of steps goes on. Other state begins anew.
 
     A `torch.optim.lr_scheduler` knows the groups that were there when it was made: make a new one,
     for which the groups have their `initial_lr`.
@@ -286,6 +290,9 @@ def _hand_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], new: _Su
             known[name] = value.clone() if isinstance(value, Tensor) else value
         elif value is not None:
             return  # of a kind that is not known here: all of it begins anew
+    if "exp_avg" in known and "exp_avg_sq" in known:
+        # Entries of a gradient are not independent; a mean of squares is no less than the mean's square.
+        known["exp_avg_sq"] = torch.maximum(known["exp_avg_sq"], known["exp_avg"].square())
     if known:
         optimizer.state[new.parameter] = known
 

@@ -108,6 +108,24 @@ def test_squares_of_gradients_are_right_where_entries_are_independent():
         assert 0.6 < float(ratio.min()) < float(ratio.max()) < 1.6
 
 
+def test_first_steps_after_a_conversion_are_no_larger_than_others():
+    """Gradients that always agree are far from independent; Adam must not take that for a small spread."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    x, grad = torch.randn(1, 64), torch.randn(1, 64)
+    for _ in range(100):
+        model(x).backward(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    to_monarch(model, MonarchConfig(nblocks=4), optimizer=optimizer)
+    before = [factor.detach().clone() for factor in model.parameters()]
+    model(x).backward(grad)
+    optimizer.step()
+    for factor, old in zip(model.parameters(), before, strict=True):
+        assert float((factor.detach() - old).abs().max()) < 1.2 * 2e-3  # the factors' rate
+
+
 def test_tied_weights_are_exchanged_once():
     one, two = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
     two.weight = one.weight
