@@ -80,7 +80,7 @@ def table(entries):
         reference = max(dense, key=lambda e: e.flops, default=None)
         over = "" if reference in (None, entry) else f"{entry.loss - reference.loss:+.4f}"
         cells = [entry.name, entry.width, entry.optimizer, f"{entry.lr:g} · {entry.times:g}"]
-        cells += [f"{entry.parameters / 1e6:.2f} M", f"{entry.flops / 1e15:.2f}", entry.reached, over]
+        cells += [f"{entry.parameters / 1e6:.2f} M", f"{entry.flops / 1e15:.3g}", entry.reached, over]
         lines.append("| " + " | ".join(map(str, [*cells, len(entry.losses)])) + " |")
     return "\n".join(lines)
 
