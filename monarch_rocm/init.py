@@ -33,13 +33,18 @@ def uniform_(blkdiag1: Tensor, blkdiag2: Tensor, bias: Tensor | None, shape: Mon
         >>> round(float(3 * monarch_weight(w1, w2).var() * 1024), 1)
         1.0
     """
-    fan_in1 = shape.in_features / shape.K
-    for factor, fan_in in ((blkdiag1, fan_in1), (blkdiag2, _mean_paths(shape) / fan_in1)):
-        bound = 3**0.25 / math.sqrt(fan_in)
+    for factor, bound in zip((blkdiag1, blkdiag2), bounds(shape), strict=True):
         factor.uniform_(-bound, bound)
     if bias is not None:
         bound = 1 / math.sqrt(shape.in_features)
         bias.uniform_(-bound, bound)
+
+
+def bounds(shape: MonarchShape) -> tuple[float, float]:
+    """Largest entries of the two new factors (`uniform_`)."""
+    fan_in1 = shape.in_features / shape.K
+    one, two = (3**0.25 / math.sqrt(fan_in) for fan_in in (fan_in1, _mean_paths(shape) / fan_in1))
+    return one, two
 
 
 def _mean_paths(shape: MonarchShape) -> float:

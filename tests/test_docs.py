@@ -46,11 +46,12 @@ def test_public_names_have_an_example(name):
     assert ">>> " in getattr(monarch_rocm, name).__doc__
 
 
-def test_readme_examples():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_examples_of_pages(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, page, "exec"), {})
 
 
 def test_readme_commands_are_make_targets():
