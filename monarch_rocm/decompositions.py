@@ -3,58 +3,82 @@
 A registered op is opaque to a compiler, and costs the host more than a product does. Where `dispatch`
 would run batched products on a GPU anyway, the compiler gets them in the op's place: what lies between
 them, the passes between layouts above all, fuses with what stands around the layer, and the products are
-called directly. Ops that run a kernel stay ops, as do all of them where tokens are not known when
-compiling, since the path depends on them.
+called directly. Ops that run a kernel stay ops, as do all of them where sizes are not known when
+compiling, since the path depends on them, and those of layers that recompute hidden features, which
+the compiler would find that it has already.
+
+Calls that may be replaced are marked: their `backend` ends in a digest of what the choice depends on, so
+that graphs in the compiler's caches are those of the same config tables.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._guards import TracingContext
 
 from monarch_rocm import autotune, batched, dispatch
 from monarch_rocm.tracing import constant
 
 OPAQUE = ("cpu",)  # devices on which ops stay: there `batched` chooses other orders in memory
+MARK = "@"
 
 
 @constant
-def register() -> None:
-    """Tell PyTorch, once a process. Called while a layer is traced, when the compiler is loaded anyway."""
+def mark(backend: str, dtype: torch.dtype, device_type: str) -> str:
+    """`backend` with a mark where ops may be replaced, else as it is; called while a layer is traced."""
+    path = dispatch.path_of(backend, dtype, device_type)
+    # What is exported may run elsewhere, and MONARCH_ROCM_AUTOTUNE measures ops when they run.
+    if device_type in OPAQUE or torch.compiler.is_exporting() or autotune.enabled():
+        return backend
     _register()
+    return backend + MARK + ("" if path == "torch" else _digest(dispatch.kernels().tuning.generation))
+
+
+@cache
+def _digest(generation: int) -> str:
+    """Of the config tables of the current device."""
+    tuning = dispatch.kernels().tuning
+    arch = tuning.architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tables = [
+        rows
+        for kernel in tuning.PARAMETERS
+        for _, rows in (tuning.own_table(kernel, arch), tuning.table(kernel, arch))
+    ]
+    return hashlib.sha256(json.dumps([arch, tables]).encode()).hexdigest()[:16]
 
 
 @cache
 def _register() -> None:
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-    for name, decompose in (
-        ("linear", _linear),
-        ("stage", _stage),
-        ("stage_wgrad", _stage_wgrad),
-        ("interleave", _interleave),
+    for name, decompose, backend in (
+        ("linear", _linear, 7),
+        ("stage", _stage, 6),
+        ("stage_wgrad", _stage_wgrad, 7),
+        ("interleave", _interleave, 4),
     ):
         torch.library.register_torch_dispatch(
-            f"monarch_rocm::{name}", ProxyTorchDispatchMode, partial(_rule, decompose)
+            f"monarch_rocm::{name}", ProxyTorchDispatchMode, partial(_rule, decompose, backend)
         )
 
 
-def _rule(decompose: Any, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Trace `decompose` in place of `op` where `torch.compile` traces and it can take its place."""
-    x = args[0]
-    known = all(type(size) is int and size for size in x.shape[:-1])
-    compiles = TracingContext.try_get() is not None and not torch.compiler.is_exporting()
-    measured = autotune.enabled()  # when it runs
-    if compiles and known and not measured and x.device.type not in OPAQUE:
-        with mode:
-            found = decompose(*args)
-        if found is not None:
-            return found
+def _rule(
+    decompose: Any, backend: int, mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Trace `decompose` in place of a marked `op` where it can take its place."""
+    if len(args) > backend and MARK in args[backend]:
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if all(type(size) is int and size for tensor in tensors for size in tensor.shape):
+            with mode:
+                found = decompose(*args)
+            if found is not None:
+                return found
     return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
@@ -80,7 +104,7 @@ def _linear(
     width = out_blocks * n_out if interleaved else out_features
     y = _features(_product(h, blkdiag2, n_in, False), x, width)
     if interleaved:
-        y = _interleave(y, out_blocks, n_out, out_features, backend)
+        y = torch.ops.monarch_rocm.interleave(y, out_blocks, n_out, out_features, backend)
     if bias is not None:
         y = y + bias
     return y, h if keep else x.new_empty(*x.shape[:-1], 0)
@@ -94,12 +118,12 @@ def _stage(
     tokens = x.shape[:-1].numel()
     if dispatch.product_for(path, x.dtype, x.device, n_out, n_in, tokens) is not None:
         return None
-    if not hidden:
-        return _features(_product(x, w, group_in, False), x, out_features)
-    if group_out == 1:
-        # Recomputed hidden features: as a product, the compiler would find that it has them already.
+    if hidden:
+        product = _product(x, w, group_in, True)
+        return _hidden(product if group_out == 1 else product.transpose(0, 1), x, out_features)
+    if group_out != 1:
         return None
-    return _hidden(_product(x, w, group_in, True).transpose(0, 1), x, out_features)
+    return _features(_product(x, w, group_in, False), x, out_features)
 
 
 def _product(x: Tensor, w: Tensor, group_in: int, tokens_last: bool) -> Tensor:
@@ -130,7 +154,9 @@ def _stage_wgrad(
     return batched.stage_wgrad(g, a, blocks, n_out, n_in, group_out, group_in)
 
 
-def _interleave(x: Tensor, rows: int, columns: int, out_features: int, backend: str) -> Tensor:
-    # Also where a kernel wins alone: a pass that fuses with its neighbour costs nothing.
+def _interleave(x: Tensor, rows: int, columns: int, out_features: int, backend: str) -> Tensor | None:
+    if dispatch.path_of(backend, x.dtype, x.device.type) == "triton":
+        return None
+    # Also where the kernel wins alone: a pass that fuses with its neighbours costs less.
     y = F.pad(x, (0, rows * columns - x.shape[-1])).unflatten(-1, (rows, columns))
     return y.transpose(-1, -2).flatten(-2)[..., :out_features].contiguous()

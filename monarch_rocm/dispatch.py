@@ -116,12 +116,14 @@ def choose(backend: str, dtype: torch.dtype, device_type: str) -> tuple[str, str
 
 
 def path_of(backend: str, dtype: torch.dtype, device_type: str) -> str:
-    """The path of an op's `backend`, in which "auto" has taken the environment's place already.
+    """The path of an op's `backend`, in which "auto" has taken the environment's place already, and
+    which `decompositions` may have marked.
 
     Raises:
         RuntimeError: "triton" where it cannot run, with the reason.
         ValueError: "reference", which is no path of the registered ops.
     """
+    backend = backend.partition("@")[0]
     if backend == "reference":
         raise ValueError("the registered ops have no backend 'reference': call monarch_rocm.monarch_linear")
     return _choose(backend, dtype, device_type, device_type == "cpu" and _interpreted())[0]

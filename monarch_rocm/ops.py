@@ -330,8 +330,6 @@ class Linear(Function):
 
     @staticmethod
     def backward(ctx, dy, dh):  # type: ignore[no-untyped-def]
-        if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
-            dh = None  # zeros, which Dynamo makes of an output that no one else reads
         x, blkdiag1, blkdiag2, h = ctx.saved_tensors
         return _linear_backward(ctx, x, blkdiag1, blkdiag2, h, dy, dh)
 
@@ -352,18 +350,19 @@ class EagerLinear(Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, blkdiag1, blkdiag2, h = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and ctx.needs_input_grad[1]:
             h = None
         return _linear_backward(ctx, x, blkdiag1, blkdiag2, h, dy, None)
 
 
 def _save(ctx, x, blkdiag1, blkdiag2, h, layout, backend):  # type: ignore[no-untyped-def]
     need_x, need_1, need_2 = ctx.needs_input_grad[:3]
+    recompute = need_2 and (h is None or need_1)  # if gradients of gradients are asked for
     ctx.layout, ctx.backend, ctx.in_features = layout, backend, x.shape[-1]
     ctx.factor1, ctx.factor2 = blkdiag1.shape, blkdiag2.shape
     ctx.save_for_backward(
-        x if need_1 or need_2 else None,
-        blkdiag1 if need_x or need_2 else None,
+        x if need_1 or recompute else None,
+        blkdiag1 if need_x or recompute else None,
         blkdiag2 if need_x or need_1 else None,
         h if need_2 else None,
     )
@@ -407,7 +406,16 @@ def _register(name: str, function: type[Function], impl: Any) -> None:
         ):
             raise NotImplementedError(f"monarch_rocm::{name} has no forward-mode derivative")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return function.apply(*args)
+            try:
+                # Not `function.apply`, which would look for transforms: this is below them.
+                return super(Function, function).apply(*args)  # type: ignore[misc]
+            except RuntimeError as error:
+                if not torch._C._are_functorch_transforms_active():
+                    raise
+                raise NotImplementedError(
+                    f"torch.func has no gradients of monarch_rocm::{name} called by its name, as under "
+                    "torch.compile: transform what is not compiled"
+                ) from error
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
@@ -433,16 +441,24 @@ def monarch_linear(
     """A whole layer on checked operands of one dtype and device."""
     out_features, layout = shape.out_features, shape.layout
     operands = (x, blkdiag1, blkdiag2) if bias is None else (x, blkdiag1, blkdiag2, bias)
-    if not _eager() or not _all_plain(operands):
-        if torch.compiler.is_compiling():
-            decompositions.register()
+    if torch.compiler.is_compiling():
+        # The op, not its `Function`: Dynamo traces that in its own way, in which gradients go missing.
+        keep = torch.is_grad_enabled() and not recompute
+        if not recompute:
+            backend = decompositions.mark(backend, x.dtype, x.device.type)
+        y, _ = torch.ops.monarch_rocm.linear(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
+    elif not _eager() or not _all_plain(operands):
         gradients = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
         keep = gradients and not recompute
         y, _ = Linear.apply(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
     elif torch.is_grad_enabled() and any([operand.requires_grad for operand in operands]):  # noqa: C419
         keep = blkdiag2.requires_grad and not recompute
         arguments = (x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
-        y = super(Function, EagerLinear).apply(*arguments)  # type: ignore[misc]
+        if keep and x.requires_grad and not blkdiag1.requires_grad:
+            # `EagerLinear` would have to keep x for gradients of gradients alone.
+            y, _ = super(Function, Linear.Eager).apply(*arguments)  # type: ignore[attr-defined]
+        else:
+            y = super(Function, EagerLinear).apply(*arguments)  # type: ignore[misc]
     else:
         y, _ = _run(x, blkdiag1, blkdiag2, bias, out_features, layout, False, backend)
         y = _like(y, x)

@@ -1,13 +1,16 @@
 """Layers under `torch.compile`: products in the place of ops, where batched products would run anyway."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from support import DEVICE, SHAPES, by_layout, make_operands, make_shape, run, shape_id
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 
 from monarch_rocm import MonarchLinear, decompositions, dispatch, monarch_linear
+from monarch_rocm.ops import Linear
 
 
 @pytest.fixture(autouse=True)
@@ -94,18 +97,78 @@ def test_exported_programs_keep_the_op():
     assert ours(str(node.target) for node in program.graph.nodes) == {"monarch_rocm.linear.default"}
 
 
-def test_recomputed_hidden_features_are_computed_twice():
-    """By an op in the backward graph: of two equal products the compiler would keep the first."""
+def test_ops_of_layers_that_recompute_stay():
+    """As products, the compiler would find that it has the hidden features already, and keep them."""
     module = MonarchLinear(16, 16, nblocks=4, bias=False, recompute=True, device=DEVICE)
     compiled, found = traced(module)
     x = torch.randn(3, 16, device=DEVICE, requires_grad=True)
-    grads = torch.autograd.grad(compiled(x).sum(), (x, *module.parameters()))
-    for got, wanted in zip(
-        grads, torch.autograd.grad(module(x).sum(), (x, *module.parameters())), strict=True
-    ):
-        torch.testing.assert_close(got, wanted)
-    assert products(found) == 6
-    assert ours(found) == {"monarch_rocm.stage.default"}
+    got, wanted = (
+        torch.autograd.grad(run(x).square().sum(), (x, *module.parameters())) for run in (compiled, module)
+    )
+    torch.testing.assert_close(got, wanted)
+    assert not products(found)
+    assert found.count("monarch_rocm.stage.default") == 3  # the recomputed one, and both input gradients
+
+
+def test_ops_stay_where_factors_vary():
+    """Sizes that are not known while compiling cannot be looked up."""
+    compiled, found = traced(lambda *operands: monarch_linear(*operands))
+    for sizes in ((16, 16, 4, None), (24, 24, 4, None), (20, 36, 4, None)):
+        operands = [
+            t.detach() for t in make_operands(make_shape(sizes), torch.float64, (20,), bias=False)[:3]
+        ]
+        torch.testing.assert_close(compiled(*operands), monarch_linear(*operands))
+    assert "monarch_rocm.linear.default" in ours(found)
+
+
+def test_no_rows():
+    module = MonarchLinear(16, 16, nblocks=4, device=DEVICE)
+    compiled, found = traced(module)
+    y = compiled(torch.randn(0, 16, device=DEVICE))
+    y.sum().backward()
+    assert y.shape == (0, 16)
+    assert not products(found)
+    assert all(not parameter.grad.any() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_transforms_inside_of_compiled_functions_are_right_or_refused(transform):
+    module = MonarchLinear(10, 12, nblocks=(2, 3), device=DEVICE).double()
+    x = torch.randn(4, 10, dtype=torch.float64, device=DEVICE)
+    if transform == "vmap":
+        function = torch.vmap(module)
+        torch.testing.assert_close(torch.compile(function, backend="eager")(x), function(x))
+    else:
+        function = torch.func.grad(lambda x: module(x).square().sum())
+        with pytest.raises(Exception, match=r"torch\.func has no gradients"):
+            torch.compile(function, backend="eager", fullgraph=True)(x)
+
+
+def test_second_derivatives_by_compiled_autograd():
+    """Of a graph in which hidden features have a gradient of their own."""
+    shape = make_shape((10, 12, (2, 3), None))
+    operands = make_operands(shape, torch.float64, (4,))[:3]
+
+    def twice(context):
+        y, _ = Linear.apply(*operands, None, 12, "interleaved", True, "torch")
+        (first,) = torch.autograd.grad(y.pow(3).sum(), operands[2], create_graph=True)
+        for operand in operands:
+            operand.grad = None
+        with context:
+            first.square().sum().backward()
+        return [operand.grad for operand in operands]
+
+    compiled = compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager"))
+    torch.testing.assert_close(twice(compiled), twice(nullcontext()))
+
+
+def test_marks_tell_config_tables_apart(monkeypatch):
+    """Compiled graphs lie in caches on disk, under what stands in them."""
+    tuning = dispatch.kernels().tuning
+    before = decompositions._digest.__wrapped__(0)
+    assert before == decompositions._digest.__wrapped__(1)
+    monkeypatch.setattr(tuning, "own_table", lambda kernel, arch: (None, {"2": [kernel], "4": []}))
+    assert before != decompositions._digest.__wrapped__(0)
 
 
 def test_autotuned_ops_stay(monkeypatch):

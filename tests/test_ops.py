@@ -330,6 +330,32 @@ def test_frozen_layer_saves_neither_input_nor_hidden_features():
     assert saved(module, x.detach()) == []
 
 
+@pytest.mark.parametrize(
+    ("wanted", "saved"),
+    [
+        ("x", "blkdiag1 blkdiag2"),
+        ("blkdiag1", "x blkdiag2"),
+        ("blkdiag2", "h"),
+        ("x blkdiag2", "blkdiag1 blkdiag2 h"),
+        ("blkdiag1 blkdiag2", "x blkdiag1 blkdiag2 h"),
+        ("x blkdiag1 blkdiag2", "x blkdiag1 blkdiag2 h"),
+    ],
+)
+def test_only_what_gradients_need_is_saved(wanted, saved):
+    x, w1, w2, _ = make_operands(make_shape((12, 18, 3, None)), torch.float32)
+    operands = {"x": x, "blkdiag1": w1, "blkdiag2": w2}
+    for name, tensor in operands.items():
+        tensor.requires_grad_(name in wanted.split())
+    names = {tensor.data_ptr(): name for name, tensor in operands.items()}
+    found = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: found.append(names.get(tensor.data_ptr(), "h")), lambda _: None
+    )
+    with hooks:
+        monarch_linear(x, w1, w2)
+    assert sorted(found) == sorted(saved.split())
+
+
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "reference"])
 def test_recompute_keeps_no_hidden_features_and_changes_no_gradient(backend):
     def gradients(recompute):
