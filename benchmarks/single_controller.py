@@ -528,6 +528,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="faults")
     parser.add_argument("--out", type=Path, help="folder of results; a part replaces its older figures")
     args = parser.parse_args()
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
     for name in args.parts:
         folder = Path(tempfile.mkdtemp(prefix=f"single-controller-{name}-"))
         before = environment(args.device)
