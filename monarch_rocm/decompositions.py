@@ -26,7 +26,6 @@ from monarch_rocm import autotune, batched, dispatch
 from monarch_rocm.tracing import constant
 
 OPAQUE = ("cpu",)  # devices on which ops stay: there `batched` chooses other orders in memory
-MARK = "@"
 
 
 @constant
@@ -37,7 +36,9 @@ def mark(backend: str, dtype: torch.dtype, device_type: str) -> str:
     if device_type in OPAQUE or torch.compiler.is_exporting() or autotune.enabled():
         return backend
     _register()
-    return backend + MARK + ("" if path == "torch" else _digest(dispatch.kernels().tuning.generation))
+    return (
+        backend + dispatch.MARK + ("" if path == "torch" else _digest(dispatch.kernels().tuning.generation))
+    )
 
 
 @cache
@@ -57,22 +58,14 @@ def _digest(generation: int) -> str:
 def _register() -> None:
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-    for name, decompose, backend in (
-        ("linear", _linear, 7),
-        ("stage", _stage, 6),
-        ("stage_wgrad", _stage_wgrad, 7),
-        ("interleave", _interleave, 4),
-    ):
-        torch.library.register_torch_dispatch(
-            f"monarch_rocm::{name}", ProxyTorchDispatchMode, partial(_rule, decompose, backend)
-        )
+    for decompose in (_linear, _stage, _stage_wgrad, _interleave):
+        name = f"monarch_rocm::{decompose.__name__[1:]}"
+        torch.library.register_torch_dispatch(name, ProxyTorchDispatchMode, partial(_rule, decompose))
 
 
-def _rule(
-    decompose: Any, backend: int, mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any
-) -> Any:
-    """Trace `decompose` in place of a marked `op` where it can take its place."""
-    if len(args) > backend and MARK in args[backend]:
+def _rule(decompose: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Trace `decompose` in place of a marked `op`, whose last argument is its backend, where it can."""
+    if not kwargs and dispatch.MARK in args[-1]:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if all(type(size) is int and size for tensor in tensors for size in tensor.shape):
             with mode:

@@ -16,6 +16,7 @@ from monarch_rocm.kernels.tuning import FEW
 from monarch_rocm.tracing import constant
 
 BACKENDS = ("auto", "triton", "torch", "reference")
+MARK = "@"  # after an op's backend: `decompositions` may replace the op
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_TRITON = (3, 4)
 WHOLE = ("chained", "fused")  # kernels that take a whole layer
@@ -81,6 +82,7 @@ def why_not_triton(dtype: torch.dtype, device_type: str) -> str | None:
 
 @cache
 def _choose(backend: str, dtype: torch.dtype, device_type: str, interpreted: bool) -> tuple[str, str]:
+    backend = backend.partition(MARK)[0]
     if backend in ("torch", "reference"):
         return backend, f"backend={backend!r} was asked for"
     if backend == "auto" and device_type == "cpu":
@@ -123,10 +125,10 @@ def path_of(backend: str, dtype: torch.dtype, device_type: str) -> str:
         RuntimeError: "triton" where it cannot run, with the reason.
         ValueError: "reference", which is no path of the registered ops.
     """
-    backend = backend.partition("@")[0]
-    if backend == "reference":
+    path = _choose(backend, dtype, device_type, device_type == "cpu" and _interpreted())[0]
+    if path == "reference":
         raise ValueError("the registered ops have no backend 'reference': call monarch_rocm.monarch_linear")
-    return _choose(backend, dtype, device_type, device_type == "cpu" and _interpreted())[0]
+    return path
 
 
 @cache
