@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from monarch_rocm import projection
+from monarch_rocm import projection, tree
 from monarch_rocm.integrations.transformers import is_conv1d
 from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.shape import MonarchShape
@@ -154,7 +154,7 @@ def adapt(
         given = None if isinstance(module, MonarchLinear) else nblocks
         made[module] = MonarchAdapter(module, given, rank).train(module.training)
     model.requires_grad_(False)
-    _swap(model, made)
+    tree.replace(model, made)
     return list(chosen.values())
 
 
@@ -166,15 +166,8 @@ def unload(model: nn.Module, merge: bool = True) -> nn.Module:
             adapter.merge()
         else:
             adapter.unmerge()
-    _swap(model, found)
+    tree.replace(model, found)
     return model
-
-
-def _swap(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
-    for parent in [parent for parent in model.modules() if parent not in new.values()]:
-        for name, child in parent._modules.items():
-            if child in new:
-                parent._modules[name] = new[child]
 
 
 @torch.no_grad()

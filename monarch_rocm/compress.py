@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+from monarch_rocm import files
 from monarch_rocm.allocation import Budget
 from monarch_rocm.calibration import Readout
 from monarch_rocm.config import MonarchConfig
@@ -99,7 +98,7 @@ def _compress(arguments: argparse.Namespace, console: Console, stage: list[str])
                 "nothing was replaced: the model has no linear layers that pay within the budget"
             )
         report = str(found)
-        with _written(fitted) as file:
+        with files.written(fitted) as file:
             torch.save([plan, structure(student), student.state_dict(), report], file)
     print(report)
     if arguments.heal:
@@ -227,11 +226,3 @@ def _resume(file: Path, plan: dict[str, Any], folder: Path, device: str) -> tupl
 
 def _digest(texts: list[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _written(file: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `file` once it is whole."""
-    whole = file.with_name(file.name + ".new")
-    yield whole
-    os.replace(whole, file)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from monarch_rocm import fitting, init, projection
+from monarch_rocm import fitting, init, projection, tree
 from monarch_rocm.allocation import Budget, Choice, allocate, choices
 from monarch_rocm.calibration import Moments, Readout, costs, moments, sensitivities
 from monarch_rocm.config import MonarchConfig
@@ -158,11 +158,7 @@ def monarchize(
         kind = type(linear).__name__
         errors = (made.error, made.output_error)
         report.rows.append(Row(name, kind, shapes[linear], before, after, *errors))
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in replaced:
-                parent._modules[name] = replaced[child]  # type: ignore[index]
-    root: nn.Module = replaced.get(model, model)  # type: ignore[arg-type]
+    root = tree.replace(model, replaced)
     report.params_after = _count(root.parameters())
     if report.flops_before is not None:
         pairs = zip(chosen, report, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from monarch_rocm import calibration
+from monarch_rocm import calibration, files
 from monarch_rocm.calibration import Readout
 from monarch_rocm.linear import MonarchLinear
 
@@ -240,9 +239,8 @@ def _save(
 ) -> None:
     parameters = {name: parameter.detach() for name, parameter in trained.items()}
     state = {"plan": plan, "losses": losses, "parameters": parameters, "optimizer": optimizer.state_dict()}
-    whole = path.with_name(path.name + ".new")
-    torch.save(state, whole)
-    os.replace(whole, path)  # so that a checkpoint is never seen half written
+    with files.written(path) as draft:
+        torch.save(state, draft)
 
 
 @torch.no_grad()

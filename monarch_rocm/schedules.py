@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monarch_rocm import tree
 from monarch_rocm.config import MonarchConfig
 from monarch_rocm.convert import FilterFn, monarchize
 from monarch_rocm.linear import MonarchLinear
@@ -115,7 +116,7 @@ def to_dense(model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None
             successors[module.blkdiag2] = []
     if optimizer is not None:
         _exchange(optimizer, successors)
-    return _replace(model, made)
+    return tree.replace(model, made)
 
 
 class SelfGuidedLinear(nn.Module):
@@ -176,7 +177,7 @@ def self_guide(model: nn.Module) -> nn.Module:
     """
     guided = {module.layer for module in model.modules() if isinstance(module, SelfGuidedLinear)}
     layers = [m for m in model.modules() if isinstance(m, MonarchLinear) and m not in guided]
-    return _replace(model, {layer: SelfGuidedLinear(layer) for layer in layers})
+    return tree.replace(model, {layer: SelfGuidedLinear(layer) for layer in layers})
 
 
 def guidance(step: int, steps: int) -> float:
@@ -218,7 +219,7 @@ def finish_guidance(model: nn.Module, *, optimizer: torch.optim.Optimizer | None
             )
     if optimizer is not None:
         _exchange(optimizer, {module.guide: [] for module in guided})
-    return _replace(model, {module: module.layer for module in guided})
+    return tree.replace(model, {module: module.layer for module in guided})
 
 
 class _Successor:
@@ -295,14 +296,3 @@ def _hand_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], new: _Su
         known["exp_avg_sq"] = torch.maximum(known["exp_avg_sq"], known["exp_avg"].square())
     if known:
         optimizer.state[new.parameter] = known
-
-
-def _replace(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put new modules in the place of others, everywhere in the tree; returns the root."""
-    for parent in list(model.modules()):
-        if parent in made.values():
-            continue  # a wrapper keeps what it wraps
-        for name, child in parent._modules.items():
-            if child in made:
-                parent._modules[name] = made[child]  # type: ignore[index]
-    return made.get(model, model)

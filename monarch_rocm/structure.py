@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from monarch_rocm import tree
 from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.shape import MonarchShape
 
@@ -97,15 +98,7 @@ def restructure(model: nn.Module, structure: Mapping[str, Any], prefix: str = ""
         if "tied" in entry:
             owner = made[prefix + entry["tied"]]
             made[place].blkdiag1, made[place].blkdiag2 = owner.blkdiag1, owner.blkdiag2
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        for child_name, child in parent._modules.items():
-            places.setdefault(id(child), []).append((parent, child_name))
-    replaced = [(places.get(id(model.get_submodule(place)), []), layer) for place, layer in made.items()]
-    for where, layer in replaced:
-        for parent, child_name in where:
-            parent._modules[child_name] = layer
-    return made.get("", model)
+    return tree.replace(model, {model.get_submodule(place): layer for place, layer in made.items()})
 
 
 def _layer(name: str, old: nn.Module, entry: Mapping[str, Any]) -> MonarchLinear:

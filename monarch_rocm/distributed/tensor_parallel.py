@@ -193,8 +193,9 @@ class SplitMonarchLinear(MonarchLinear):
             raise RuntimeError(f"x is {input.dtype}, and the factors are {w1.dtype} and {w2.dtype}")
         x = _enter(input, enter, shape, group)
         rows = x.reshape(-1, x.shape[-1])
-        y = _through(rows, w1, w2, shape, n, group, dispatch.requested(self.backend), leave)
-        y = _leave(y, x.shape[:-1], leave, shape, group, dispatch.requested(self.backend))
+        backend = dispatch.requested(self.backend)
+        y = _through(rows, w1, w2, shape, n, group, backend, leave)
+        y = _leave(y, x.shape[:-1], leave, shape, group, backend)
         if bias is None:
             return y
         return y + (Shared.apply(bias, group) if leave == "tokens" else bias)
