@@ -279,7 +279,16 @@ def _exchange(optimizer: torch.optim.Optimizer, successors: dict[Tensor, list[_S
                 key: options[key] * rate for key in ("lr", "initial_lr") if key in options
             }
             optimizer.add_param_group({"params": parameters, **options, **scaled})
+            if "initial_accumulator_value" in options:
+                _begin_sums(optimizer, parameters, options["initial_accumulator_value"])
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def _begin_sums(optimizer: torch.optim.Optimizer, parameters: list[Tensor], value: float) -> None:
+    """What Adagrad makes once, when it is made: before torch 2.13 not for parameters that come later."""
+    for parameter in parameters:
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, value)}
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], new: _Successor) -> None:

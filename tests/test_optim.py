@@ -212,9 +212,10 @@ def _sharded_steps(rank, store, queue):
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = dist.init_device_mesh("cpu", (2,))  # else FSDP2 takes a GPU where there is one
     for where in (0, 1):
         model = _model()
-        fully_shard(model, shard_placement_fn=lambda p, d=where: Shard(d if p.ndim == 3 else 0))
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p, d=where: Shard(d if p.ndim == 3 else 0))
         groups = param_groups(model, 1e-2, 0.1)
         _train(model, _muon)
         full = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
