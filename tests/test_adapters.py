@@ -24,6 +24,7 @@ def bases():
 
 
 KINDS = ("dense", "conv1d", "monarch")
+EXACT = {"atol": 1e-11, "rtol": 1e-11}  # in float64: what rounding leaves, and nothing else could
 
 
 def trained(kind, dtype=torch.float32):
@@ -45,12 +46,12 @@ def test_unpacked_factors_pack_again(sizes, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_widening_adds_a_low_rank_matrix_and_is_undone(sizes, layout):
     shape = make_shape(sizes, layout)
-    factors = [nn.Parameter(torch.randn(size)) for size in (shape.factor1, shape.factor2)]
+    factors = [nn.Parameter(torch.randn(size).double()) for size in (shape.factor1, shape.factor2)]
     layer = MonarchLinear._assemble(shape, *factors, None, "torch", False)
     before, weight = copy.deepcopy(layer.state_dict()), layer.weight.detach()
-    up, down = torch.randn(shape.out_features, 3), torch.randn(3, shape.in_features)
+    up, down = torch.randn(shape.out_features, 3).double(), torch.randn(3, shape.in_features).double()
     kept = widen(layer, *low_rank_blocks(up, down, shape))
-    torch.testing.assert_close(layer.weight, weight + up @ down, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer.weight, weight + up @ down, **EXACT)
     assert layer.blkdiag1 is factors[0]
     restore(layer, kept)
     assert layer.shape == shape
@@ -95,12 +96,12 @@ def test_merging_a_hundred_times_changes_nothing(kind, dtype):
 def test_a_model_is_adapted_trained_saved_and_unloaded():
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Linear(24, 36), nn.ReLU(), nn.Linear(36, 24), nn.ReLU(), nn.Linear(24, 4))
-    model, _ = monarchize(dense, MonarchConfig(nblocks=2), lambda module, name: name == "2")
+    model, _ = monarchize(dense.double(), MonarchConfig(nblocks=2), lambda module, name: name == "2")
     before = copy.deepcopy(model)
     assert adapt(model, nblocks=2, rank=2, filter_fn=lambda module, name: name != "4") == ["0", "2"]
     free = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert free == [f"{place}.delta.blkdiag{i}" for place in (0, 2) for i in (1, 2)]
-    x, wanted = torch.randn(32, 24), torch.randn(32, 4)
+    x, wanted = torch.randn(32, 24).double(), torch.randn(32, 4).double()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(60):
@@ -114,7 +115,7 @@ def test_a_model_is_adapted_trained_saved_and_unloaded():
     bare = unload(copy.deepcopy(model), merge=False)
     assert torch.equal(bare(x), before(x))
     merged = unload(model)
-    torch.testing.assert_close(merged(x), output, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged(x), output, **EXACT)
     again = restructure(copy.deepcopy(dense), structure(merged))
     again.load_state_dict(merged.state_dict())
     assert torch.equal(again(x), merged(x))
@@ -140,7 +141,7 @@ def lora(peft, **kwargs):
     from monarch_rocm.integrations.peft import enable
 
     model, _ = monarchize(
-        nn.Sequential(nn.Linear(24, 36), nn.ReLU(), nn.Linear(36, 4)), MonarchConfig(nblocks=2)
+        nn.Sequential(nn.Linear(24, 36), nn.ReLU(), nn.Linear(36, 4)).double(), MonarchConfig(nblocks=2)
     )
     config = enable(peft.LoraConfig(r=3, target_modules=["0", "2"], **kwargs))
     adapted = peft.get_peft_model(copy.deepcopy(model), config)
@@ -153,8 +154,8 @@ def test_lora_on_monarch_layers_trains_saves_loads_and_merges(peft, tmp_path, lo
 
     torch.manual_seed(0)
     model, adapted = lora(peft, lora_bias=lora_bias)
-    x, wanted = torch.randn(32, 24), torch.randn(32, 4)
-    torch.testing.assert_close(adapted(x), model(x))
+    x, wanted = torch.randn(32, 24).double(), torch.randn(32, 4).double()
+    torch.testing.assert_close(adapted(x), model(x), **EXACT)
     optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(20):
         optimizer.zero_grad()
@@ -171,12 +172,12 @@ def test_lora_on_monarch_layers_trains_saves_loads_and_merges(peft, tmp_path, lo
     before = copy.deepcopy(base.state_dict())
     for _ in range(20):
         adapted.merge_adapter()
-        torch.testing.assert_close(adapted(x), output, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(adapted(x), output, **EXACT)
         adapted.unmerge_adapter()
     assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
     merged = adapted.merge_and_unload()
     assert type(merged[0]) is MonarchLinear
-    torch.testing.assert_close(merged(x), output, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged(x), output, **EXACT)
 
 
 def test_lora_that_does_not_fit_is_refused(peft):
