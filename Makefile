@@ -19,6 +19,7 @@ compress: $(VENV)/demo
 	mkdir -p compress-work && cd compress-work && { apt-get download wordnet-base dict-gcide || true; } && \
 		for file in *.deb; do [ -e $$file ] && dpkg -x $$file debian; done; true
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python benchmarks/compress.py --data compress-work/debian/usr/share
+	$(VENV)/bin/python benchmarks/compress_times.py
 	$(VENV)/bin/python benchmarks/compress.py --report
 
 test: $(VENV)/dev

@@ -1,16 +1,15 @@
-"""MiniLM compressed in several ways, scored and timed; rows are written as they are found.
+"""MiniLM compressed in several ways, and scored; rows are written as they are found.
 
     python benchmarks/compress.py [--data DIR] [--steps 300] [--out benchmarks/results/compress.json]
 
 A row that is in the file already is not measured again, and healing that was stopped goes on, so that a
 run may be stopped at any time. `--only` chooses rows. Text: `examples/minilm_texts.py`.
+What a sentence costs is measured by `compress_times.py`.
 """
 
 import argparse
 import hashlib
 import json
-import platform
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import compress_minilm as minilm  # noqa: E402
+import compress_times  # noqa: E402
+from environment import environment  # noqa: E402
 from minilm_texts import texts  # noqa: E402
 from transformers import AutoModel, AutoTokenizer  # noqa: E402
 
@@ -29,6 +30,7 @@ import monarch_rocm  # noqa: E402
 from monarch_rocm import Budget, MonarchConfig  # noqa: E402
 
 MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
+TIMES = ROOT / "benchmarks" / "results" / "compress_times.json"
 SMALL, SMALLER = 16_100_000, 13_000_000  # parameters
 
 
@@ -40,24 +42,6 @@ def build(dense, way, limit, calibration):
     if way == "truncated SVD":  # of the weights, ranks for the least error of all of them together
         return minilm.compress(dense, None, Budget(budget, nblocks=(1,)))
     return minilm.compress(dense, calibration if way == "4 blocks" else None, None, MonarchConfig(nblocks=4))
-
-
-def timed(models, tokenizer, count, rounds):
-    """Median milliseconds a sentence of 32 tokens, by the clock and of the processor, models in turns."""
-    batch = tokenizer([" ".join(["word"] * 30)] * count, return_tensors="pt").to(models["dense"].device)
-    found = {name: ([], []) for name in models}
-    with torch.inference_mode():
-        for _ in range(rounds + 3):
-            for name, model in models.items():
-                clock, used = time.perf_counter(), time.process_time()
-                model(**batch)
-                if batch["input_ids"].is_cuda:
-                    torch.cuda.synchronize()
-                found[name][0].append(time.perf_counter() - clock)
-                found[name][1].append(time.process_time() - used)
-    return {
-        name: [statistics.median(values[3:]) / count * 1e3 for values in pair] for name, pair in found.items()
-    }
 
 
 def table(result):
@@ -76,43 +60,16 @@ def table(result):
         right = f"{row['probe']:.1%}" if "probe" in row else ""
         cells = [way, f"{row['parameters']:,}", healed, f"{row['lee50']:.3f}", f"{row['wordsim']:.3f}", right]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| milliseconds a sentence of 32 tokens | batch 1 | batch 32 |", "|---|---|---|"]
-    names = dict.fromkeys(row["name"] for row in result["seconds a sentence"])
-    for name in names:
-        rows = [row for row in result["seconds a sentence"] if row["name"] == name]
-        times = [f"{row['ms']:.2f} ({row['cpu_ms']:.2f} of the processor)" for row in rows]
-        lines.append("| " + " | ".join([name, *times]) + " |")
     return "\n".join(lines)
 
 
-def write_report(result):
-    """Put the table into the guide."""
+def write_report(result, times):
+    """Put the tables into the guide."""
     page = ROOT / "docs" / "compression.md"
     before, rest = page.read_text(encoding="utf-8").split(MARKS[0])
     after = rest.split(MARKS[1])[1]
-    text = f"{before}{MARKS[0]}\n{table(result)}\n{MARKS[1]}{after}"
+    text = f"{before}{MARKS[0]}\n{table(result)}\n\n{compress_times.table(times)}\n{MARKS[1]}{after}"
     page.write_text(text, encoding="utf-8")
-
-
-def environment(device, used):
-    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
-    return {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "monarch_rocm": monarch_rocm.__version__,
-        "texts": len(used),
-        "texts_sha256": hashlib.sha256("\n".join(used).encode()).hexdigest()[:16],
-    }
-
-
-def _processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
 
 
 def main():
@@ -126,7 +83,7 @@ def main():
     parser.add_argument("--report", action="store_true", help="only put the file's rows into the guide")
     args = parser.parse_args()
     if args.report:
-        write_report(json.loads(args.out.read_text()))
+        write_report(*(json.loads(path.read_text()) for path in (args.out, TIMES)))
         return
     args.work.mkdir(exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
@@ -138,7 +95,9 @@ def main():
     calibration = minilm.Batches(tokenizer, found[: minilm.CALIBRATION], 2048)
     healing = minilm.Batches(tokenizer, found[minilm.CALIBRATION :], args.tokens)
 
-    result = {"environment": environment(device, found), "rows": [], "seconds a sentence": []}
+    with_texts = {"transformers": transformers.__version__, "texts": len(found)}
+    with_texts["texts_sha256"] = hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+    result = {"environment": environment(device) | with_texts, "rows": []}
     if args.out.exists():
         result = json.loads(args.out.read_text())
     done = {row["name"] for row in result["rows"]}
@@ -182,18 +141,6 @@ def main():
             scores = minilm.score(student, tokenizer, args.data)
             torch.save((structure, student.state_dict(), report, spent), file.with_suffix(".healed"))
             add(name=f"{plain}:healed", **scores, **took)
-    models = {"dense": dense}
-    for file in sorted(args.work.glob("*.pt")):
-        structure, state, _, _ = torch.load(file, weights_only=True)
-        model = monarch_rocm.restructure(AutoModel.from_pretrained(minilm.PATH).to(device), structure)
-        model.load_state_dict(state)
-        models[file.stem.replace("_", " ")] = model.eval()
-    result["seconds a sentence"] = []
-    for count, rounds in ((1, 40), (32, 10)):
-        for name, (clock, used) in timed(models, tokenizer, count, rounds).items():
-            row = {"name": name, "batch": count, "tokens": 32, "ms": clock, "cpu_ms": used}
-            result["seconds a sentence"].append(row)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
