@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.support import spawn
 from monarch_rocm import MonarchLinear
-from monarch_rocm.distributed import MonarchParallel, Record, Restart, Restarted, parallelize
+from monarch_rocm.distributed import MonarchParallel, Record, Restart, Restarted, follow, parallelize
 from monarch_rocm.distributed.follow import CsvLog, Dashboard, JsonLog, sinks
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +125,24 @@ def test_the_dashboard_shows_ranks_metrics_and_restarts():
         "restart 1: rank 1 died at step 4 (2.5 s)",
     ):
         assert text in shown
+
+
+def test_the_dashboard_takes_the_pace_over_batches(monkeypatch):
+    """Ten records at once every tenth of a second are a hundred a second; a restart begins anew."""
+    clock = [0.0]
+    monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
+    board = Dashboard(Console(file=io.StringIO(), force_terminal=True), 2, 2000)
+    board.close()
+    assert board.pace() is None
+    for step in range(1000):
+        clock[0] = step // 10 / 10
+        board.record(RECORD._replace(step=step))
+    assert board.pace() == pytest.approx(0.01, rel=0.03)
+    board.record(RECORD._replace(step=500, attempt=1))
+    assert board.pace() is None
+    clock[0] += 60
+    board.record(RECORD._replace(step=501, attempt=1))
+    assert board.pace() == pytest.approx(60)
 
 
 def test_the_dashboard_is_quiet_where_nobody_looks(capsys):
