@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("monarch.actor", reason="torchmonarch is not installed, or has no wheel for this Python")
 
@@ -254,6 +255,45 @@ def test_several_hosts_by_a_job_and_fewer_of_them_after_a_fault(tmp_path):
         job.kill()
     assert ranks == {step: 2 if step < 5 else 1 for step in range(12)}
     assert run.result.restarts[0].rank == 1
+
+
+@pytest.mark.slow
+def test_fewer_processes_after_a_fault_and_all_that_is_told_in_the_end(tmp_path):
+    """The one that dies is left out; when restarts are used up, every step is there, and the cause first."""
+    build = functools.partial(Trainer, faults={(7, 1): "kill", (9, 0): "raise"}, folder=tmp_path)
+    run = Fleet.local(procs=2, device="cpu").train(
+        build,
+        steps=100,
+        checkpoints=Checkpoints(tmp_path / "checkpoints", every=5),
+        restart=Restart(max=1, min_procs=1),
+    )
+    ranks = {}
+
+    def look():
+        for record in run:
+            ranks[record.step] = len(record.per_rank)
+
+    with pytest.raises(TrainingError) as caught:
+        look()
+    assert ranks == {step: 2 if step < 5 else 1 for step in range(9)}
+    assert run.result.ranks == 1
+    first, *rest = str(caught.value).splitlines()
+    assert first == "rank 0 failed at step 9: ValueError: a bad batch"
+    assert any("jobs.py" in line for line in rest)
+    assert rest[-2] == "restarts before it:"
+    assert rest[-1].startswith("  1: rank 1 died at step 7: ")
+    assert (caught.value.rank, caught.value.step) == (0, 9)
+
+
+def test_torch_comes_first_in_workers_on_rocm(monkeypatch):
+    """Its libraries must be there before torchmonarch looks for the system's."""
+    from monarch_rocm.distributed.worker import command_here
+
+    for hip, there in (("7.0", True), (None, False)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        code = command_here().args[1]
+        compile(code, "birth", "exec")
+        assert ("import torch\nrunpy.run_module(" in code) == there
 
 
 ATTACHED = """
