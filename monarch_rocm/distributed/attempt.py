@@ -95,8 +95,9 @@ class Attempt:
             if rank == 0:
                 self.passed_over = passed_over
             self._started.add(rank)
-            self.evidence.phases[rank] = "train"
-            self.evidence.steps[rank] = words[0]
+            if self.first_step is not None:  # scripts tell of no steps
+                self.evidence.phases[rank] = "train"
+                self.evidence.steps[rank] = self.first_step
         elif kind == "steps":
             for step, metrics, seconds in words[0]:
                 self.records.setdefault(step, {})[rank] = metrics, seconds

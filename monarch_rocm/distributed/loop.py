@@ -132,7 +132,7 @@ class Script:
 
     def __call__(self, seat: Seat, teller: Teller) -> None:
         teller.phase("script")
-        teller.start(0, [])
+        teller.tell("start", None, [])
         module = self.argv[0] == "-m"
         sys.argv = list(self.argv[module:])
         if not module:

@@ -1,7 +1,7 @@
 """Records of steps on their way to the controller, many in a message.
 
-A message costs about half a millisecond of processor time at either end, most of it in the actor runtime's
-own threads, and nothing of that depends on how much it says.
+A message takes the loop that sends it about 0.15 ms, and more in the actor runtime's own threads and in the
+controller, whatever it says.
 """
 
 from __future__ import annotations

@@ -91,3 +91,15 @@ def test_a_failure_waits_for_what_other_ranks_have_to_tell():
     attempt.evidence.steps[2] = 3  # as if it never came
     attempt._failed_at -= 1
     assert attempt.cause(30, 60).rank == 1
+
+
+def test_a_script_that_dies_is_given_no_step():
+    """It tells of none."""
+    attempt = Attempt(0, None, 2, ("here", "", ""))
+    for rank in (0, 1):
+        attempt.hear("phase", rank, "script")
+        attempt.hear("start", rank, None, [])
+    assert attempt.started
+    attempt.evidence.dead[1] = "killed by signal 9"
+    cause = attempt.cause(30, 60)
+    assert (cause.rank, cause.step, cause.text) == (1, None, "rank 1 died in script: killed by signal 9")
