@@ -552,7 +552,8 @@ def main():
         if args.out is not None:
             path = args.out / f"single_controller_{args.device}.json"
             results = json.loads(path.read_text()) if path.exists() else {}
-            results[name] = {"environment": before, **found}
+            key = f"{name}, killed after {args.before:g} s" if name == "recovery" else name
+            results[key] = {"environment": before, **found}
             path.write_text(json.dumps(results, indent=1) + "\n")
 
 
