@@ -8,8 +8,8 @@ The default size trains on a CPU in two minutes:
 
 A real size, on a GPU:
 
-    python examples/train_lm.py --width 832 --layers 8 --head-size 64 --context 1024 --batch 32 \
-        --steps 1500 --lr 1e-3 --compile
+    python examples/train_lm.py --nblocks 8 --width 1024 --layers 8 --head-size 64 --context 1024 \
+        --batch 32 --steps 1500 --warmup 100 --compile
 
 Writes the log (CSV), a plot of the loss and a checkpoint into --out; --resume goes on from there.
 """
