@@ -46,7 +46,7 @@ def test_public_names_have_an_example(name):
     assert ">>> " in getattr(monarch_rocm, name).__doc__
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "docs/interop.md"])
 def test_examples_of_pages(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks
