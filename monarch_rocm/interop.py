@@ -481,24 +481,24 @@ def _read(
             f"{what} has {', '.join([*names, *optional])}, but the state has "
             f"{', '.join(sorted(found)[:8]) or 'nothing'}{', ...' if len(found) > 8 else ''}{where}"
         )
-    tensors = {name: found.get(name) for name in [*names, *optional]}
     ndims = {name: (ndim,) for name, ndim in names.items()} | dict(optional)
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in given.items():
+    for name, tensor in found.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{prefix}{name} must be a torch.Tensor, but it is a {type(tensor).__name__}")
         if tensor.ndim not in ndims[name]:
             raise ValueError(
                 f"{prefix}{name} of {what} must be {ndims[name][0]}-D, but it is {tuple(tensor.shape)}"
             )
+        if not tensor.numel():
+            raise ValueError(f"{prefix}{name} of {what} is empty: {tuple(tensor.shape)}")
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"{prefix}{name} must be floating or complex, but it is {tensor.dtype}")
     for kind in ("dtype", "device"):
-        kinds = {name: getattr(tensor, kind) for name, tensor in given.items()}
+        kinds = {name: getattr(tensor, kind) for name, tensor in found.items()}
         if len(set(kinds.values())) > 1:
             listed = ", ".join(f"{name} {value}" for name, value in kinds.items())
             raise ValueError(f"the tensors of a layer must have one {kind}, but they have: {listed}")
-    return list(tensors.values())  # type: ignore[arg-type]
+    return [found.get(name) for name in ndims]  # type: ignore[misc]
 
 
 def _layer(
@@ -562,7 +562,7 @@ def _whole(shape: MonarchShape, layout: str) -> dict[str, bool]:
 
 
 def _divides(what: str, name: str, size: Sequence[int], along: int, blocks: int) -> None:
-    if blocks < 1 or size[along] % blocks:
+    if size[along] % blocks:
         raise ValueError(
             f"{what} deals the {size[along]} hidden features of a block of {name} {tuple(size)} out evenly, "
             f"which {blocks} output blocks do not allow"

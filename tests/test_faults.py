@@ -13,7 +13,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import DEVICE, by_layout, forward, make_operands, make_shape, run, run_dense
+from support import (
+    DEVICE,
+    assert_within_budget,
+    by_layout,
+    force,
+    forward,
+    make_operands,
+    make_shape,
+    run,
+    run_dense,
+)
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -136,8 +146,7 @@ def test_bands_see_a_write_past_the_end(monkeypatch):
 @pytest.mark.parametrize("path", ["staged", "fused", "few", "chained"])
 def test_kernels_touch_nothing_outside_their_tensors(layout, path, monkeypatch):
     """Sizes that no tile divides: what lies beside inputs is never used, what lies beside outputs stays."""
-    test_kernels = pytest.importorskip("test_kernels")
-    test_kernels.force(path, monkeypatch)
+    force(path, monkeypatch)
     shape = make_shape((101, 53, 5, None), layout)
     tokens = 13 if path == "few" else 67
     operands = make_operands(shape, torch.float32, (tokens,))
@@ -154,8 +163,8 @@ def test_kernels_touch_nothing_outside_their_tensors(layout, path, monkeypatch):
         got = run(shape, inside, "triton", wanted)
     assert bands.hold()
     for one, two, three in zip(got, plain, exact, strict=True):
-        test_kernels.assert_within_budget(path, one, two, three, depth=tokens)
-    test_kernels.tuning.refresh()
+        assert_within_budget(path, one, two, three, depth=tokens)
+    dispatch.kernels().tuning.refresh()
 
 
 def outputs_alone(shape, operands):
@@ -168,7 +177,6 @@ def test_kernels_get_whole_numbers_and_multiply_matrices_alone(monkeypatch):
     """No float argument, which Inductor hands over as float64; no dot of three dimensions but those of
     `fused`, which stand in no loop: there some versions of Triton cannot compile them.
     """
-    test_kernels = pytest.importorskip("test_kernels")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     passed, dots = [], {}
     for module in vars(dispatch.kernels()).values():
@@ -183,7 +191,7 @@ def test_kernels_get_whole_numbers_and_multiply_matrices_alone(monkeypatch):
         builder, "create_dot", lambda self, a, b, *args: dots[path].add(a.data.ndim) or dot(self, a, b, *args)
     )
     for path in ("staged", "fused", "few", "chained"):
-        test_kernels.force(path, monkeypatch)
+        force(path, monkeypatch)
         dots[path] = set()
         for layout in ("interleaved", "blocked"):
             shape = make_shape((64, 64, 4, 4), layout)
@@ -195,7 +203,7 @@ def test_kernels_get_whole_numbers_and_multiply_matrices_alone(monkeypatch):
     assert {type(n) for n in numbers} <= {int, bool}
     if DEVICE == "cpu":
         assert dots == {"staged": {2}, "fused": {2, 3}, "few": {2}, "chained": {2}}
-    test_kernels.tuning.refresh()
+    dispatch.kernels().tuning.refresh()
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
