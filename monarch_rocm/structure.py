@@ -10,7 +10,6 @@ from torch import nn
 
 from monarch_rocm import tree
 from monarch_rocm.dispatch import check_backend
-from monarch_rocm.integrations.transformers import is_conv1d
 from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.shape import MonarchShape
 
@@ -150,7 +149,7 @@ def _layer(name: str, old: nn.Module, entry: Mapping[str, Any]) -> MonarchLinear
         backend = check_backend(entry["backend"])
     except ValueError as error:
         raise ValueError(f"layer {name!r} of the structure: {error}") from None
-    weight: Any = old.weight if isinstance(old, (nn.Linear, MonarchLinear)) or is_conv1d(old) else None
+    weight: Any = None if isinstance(old, nn.Embedding) else getattr(old, "weight", None)
     if not isinstance(weight, torch.Tensor) or sorted(weight.shape) != sorted(sizes):
         has = f"a {type(old).__name__}" + ("" if weight is None else f" of weight {tuple(weight.shape)}")
         raise ValueError(

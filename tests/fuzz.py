@@ -499,7 +499,7 @@ def as_text(found):
 
 # Each with its strategy, and with how many examples the suite runs.
 PROPERTIES = {
-    "layer": (check_layer, layers(), 40),
+    "layer": (check_layer, layers(), 30),
     "projection": (check_projection, weights(), 25),
     "interop": (
         check_interop,
