@@ -537,7 +537,7 @@ def run(name, examples, start=None):
         suppress_health_check=list(HealthCheck),
     )(property)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="a Monarch layer")
+        warnings.simplefilter("ignore")
         property()
 
 
@@ -551,18 +551,17 @@ def main():
     until = time.monotonic() + 60 * options.minutes
     finds, spent, number = {}, Counter(), first
     with interpreter_mended():
-        while time.monotonic() < until:
-            for name in PROPERTIES:
-                begun = time.monotonic()
-                # As much time for layers as for all else.
-                share = 60 if name == "layer" else 20
-                try:
-                    if name not in finds and begun < until:
-                        run(name, share, number)
-                except Exception:
-                    finds[name] = number
-                    print(f"{name}, seed {number}:\n{traceback.format_exc()}", flush=True)
-                spent[name] += time.monotonic() - begun
+        while time.monotonic() < until and len(finds) < len(PROPERTIES):
+            # As much time for layers as for all else.
+            due = {n: spent[n] / (len(PROPERTIES) - 1 if n == "layer" else 1) for n in PROPERTIES}
+            name = min((n for n in PROPERTIES if n not in finds), key=due.__getitem__)
+            begun = time.monotonic()
+            try:
+                run(name, 50, number)
+            except Exception:
+                finds[name] = number
+                print(f"{name}, seed {number}:\n{traceback.format_exc()}", flush=True)
+            spent[name] += time.monotonic() - begun
             number += 1
     print(f"seeds {first} to {number - 1}, {sum(spent.values()):.0f} s")
     for name in PROPERTIES:
