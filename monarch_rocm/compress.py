@@ -215,7 +215,7 @@ class _Batches:
 
 def _resume(file: Path, plan: dict[str, Any], folder: Path, device: str) -> tuple[nn.Module, str]:
     try:
-        before, found, state, report = torch.load(file, map_location="cpu", weights_only=True)
+        before, found, state, report = files.loaded(file)
     except Exception as error:
         raise InputError(f"{file} is broken, remove it or give another --out: {error}") from error
     if before != plan:

@@ -247,7 +247,7 @@ def _save(
 def _resume(path: Path, plan: dict[str, Any], trained: dict[str, Any], optimizer: Any) -> list[float]:
     """The losses so far. The student is changed only by a file that fits it and the optimizer whole."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = files.loaded(path)
         saved, parameters = state["plan"], dict(state["parameters"])
         losses = [float(loss) for loss in state["losses"]]
         shapes = {name: tuple(value.shape) for name, value in parameters.items()}

@@ -165,7 +165,10 @@ def svd_budget(weight):
         (torch.complex128, torch.complex64) if weight.is_complex() else (torch.float64, torch.float32)
     )
     exact = weight.detach().to(high)
-    u, sigma, vh = torch.linalg.svd(weight.detach().to(high if weight.dtype == high else single))
+    try:
+        u, sigma, vh = torch.linalg.svd(weight.detach().to(high if weight.dtype == high else single))
+    except torch.linalg.LinAlgError:  # as in complex64 of equal numbers, on CPUs
+        u, sigma, vh = torch.linalg.svd(exact)
     plain = (u[:, : len(sigma)] * sigma).to(high) @ vh[: len(sigma)].to(high)
     rounding = 2 * torch.finfo(weight.dtype).eps * torch.linalg.vector_norm(exact)
     return 2 * torch.linalg.vector_norm(plain - exact) + rounding
