@@ -57,3 +57,12 @@ def test_a_file_of_another_run_of_compress_is_refused_with_what_to_do(tmp_path):
         torch.save(({}, found, {}, "report"), file)
         with pytest.raises(compress.InputError, match=said):
             compress._resume(file, {}, tmp_path, "cpu")
+
+
+def test_a_name_that_is_damaged_in_a_checkpoint_does_not_pass_for_another():
+    """Found by fuzzing: AdamW took a group with a name spoilt and failed a step later."""
+    content = fuzz.CHECKPOINT.replace(b"weight_decay", b"weight_dEcay")
+    assert content != fuzz.CHECKPOINT
+    before = fuzz.counted["checkpoints that loaded all the same"]
+    fuzz.check_damaged_checkpoint(content)
+    assert fuzz.counted["checkpoints that loaded all the same"] == before
