@@ -71,7 +71,10 @@ def project_to(weight: Tensor, shape: MonarchShape) -> tuple[Tensor, Tensor]:
     )
     order = "(s l) (k p) -> l k s p" if shape.layout == "interleaved" else "(l s) (k p) -> l k s p"
     blocks = rearrange(blocks, order, l=shape.L, k=shape.K)
-    u, sigma, vh = _svd(blocks)
+    if blocks.dtype == torch.complex64:
+        # In which LAPACK's fails on some blocks of rank 1, and loses digits on others.
+        blocks = blocks.to(torch.complex128)
+    u, sigma, vh = torch.linalg.svd(blocks, full_matrices=False)
     root = sigma.sqrt()
     left = u * root[..., None, :]
     right = root[..., :, None] * vh
@@ -84,18 +87,6 @@ def project_to(weight: Tensor, shape: MonarchShape) -> tuple[Tensor, Tensor]:
     blkdiag2 = left.new_zeros(shape.factor2)
     blkdiag2[l, :, r] = left[l, k, :, t]
     return blkdiag1.to(weight.dtype), blkdiag2.to(weight.dtype)
-
-
-def _svd(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    try:
-        return tuple(torch.linalg.svd(blocks, full_matrices=False))  # type: ignore[return-value]
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # LAPACK's does not always converge on blocks of rank 1 in complex64, as equal numbers make them.
-        wide = torch.promote_types(blocks.dtype, torch.float64)
-        if wide == blocks.dtype:
-            raise
-        u, sigma, vh = torch.linalg.svd(blocks.to(wide), full_matrices=False)
-        return u.to(blocks), sigma.to(blocks.real.dtype), vh.to(blocks)
 
 
 def check_weight(weight: Tensor) -> Tensor:
