@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo compress train train-images study train-distributed test test-fast test-cdna test-faults lint codegen tune-cdna bench doctor clean
+.PHONY: demo compress train train-images study train-distributed test test-fast test-cdna test-faults fuzz lint codegen tune-cdna bench doctor clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
@@ -36,6 +36,10 @@ test-cdna: $(VENV)/dev
 # Twenty random faults in a row, and the losses of an undisturbed run: some minutes.
 test-faults: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/single_controller.py faults --out benchmarks/results
+
+# New examples at every run, for ten minutes; MINUTES=60 for longer.
+fuzz: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/fuzz.py --minutes $(or $(MINUTES),10)
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
