@@ -49,11 +49,12 @@ lint: $(VENV)/dev
 codegen: $(VENV)/base
 	$(VENV)/bin/monarch-rocm codegen --arch gfx90a gfx942 gfx950
 
-# Config tables for CDNA from compiled code, with no GPU; twenty minutes, goes on where it was stopped.
+# Config tables for CDNA from compiled code, with no GPU; an hour, goes on where it was stopped.
 tune-cdna: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/cdna_tune
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/cdna_tune/validate.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/cdna_tune/compare.py
+	$(VENV)/bin/python benchmarks/cdna_tune/options.py
 
 bench: $(VENV)/dev
 	$(VENV)/bin/monarch-rocm bench --compiled --out bench
