@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo compress train train-images study train-distributed test test-fast test-cdna test-faults lint codegen tune-cdna bench doctor docs docs-serve clean
+.PHONY: demo compress train train-images study train-distributed test test-fast test-cdna test-faults fuzz lint codegen tune-cdna bench doctor docs docs-serve clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
@@ -37,6 +37,10 @@ test-cdna: $(VENV)/dev
 test-faults: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/single_controller.py faults --out benchmarks/results
 
+# New examples at every run, for ten minutes; MINUTES=60 for longer.
+fuzz: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/fuzz.py --minutes $(or $(MINUTES),10)
+
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -45,11 +49,12 @@ lint: $(VENV)/dev
 codegen: $(VENV)/base
 	$(VENV)/bin/monarch-rocm codegen --arch gfx90a gfx942 gfx950
 
-# Config tables for CDNA from compiled code, with no GPU; twenty minutes, goes on where it was stopped.
+# Config tables for CDNA from compiled code, with no GPU; an hour, goes on where it was stopped.
 tune-cdna: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/cdna_tune
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/cdna_tune/validate.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/cdna_tune/compare.py
+	$(VENV)/bin/python benchmarks/cdna_tune/options.py
 
 bench: $(VENV)/dev
 	$(VENV)/bin/monarch-rocm bench --compiled --out bench

@@ -12,7 +12,8 @@
 - tp: bytes that tensor parallelism sends a step, by formula and by the kernel's count (gloo), and time,
   against Megatron's column and row split of the dense layers.
 
-On two GPUs: `python benchmarks/single_controller.py steady start recovery tp --device cuda --out ...`
+On two GPUs: `python benchmarks/single_controller.py steady start recovery tp --device cuda --out ...`. On one
+the first three work, with `--procs 1`.
 """
 
 import argparse
@@ -71,7 +72,7 @@ class Trainer:
         self.model = parallelize(nn.Sequential(*blocks), init_device_mesh(self.device, (ranks,)), "ddp")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.ends = []
-        if "pid" in plan and rank == 1:
+        if "pid" in plan and rank == ranks - 1:
             Path(plan["pid"]).write_text(str(os.getpid()))
 
     def train_step(self, step):
@@ -171,7 +172,7 @@ def script(plan):
 
 def controller(plan):
     """The same under `fleet.train` or `fleet.spmd`."""
-    fleet = Fleet.local(procs=2, device=plan["device"])
+    fleet = Fleet.local(procs=plan["procs"], device=plan["device"])
     if plan["driver"] == "spmd":
         fleet.spmd(__file__, "worker", write(plan))
         return
@@ -198,7 +199,7 @@ def free_port():
 def launch(plan):
     """Start a driver, as a user's shell would."""
     if plan["driver"] == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={plan['procs']}"]
         command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         command += [f"--max-restarts={plan.get('restarts', 0)}", __file__, "worker", write(plan)]
     else:
@@ -215,6 +216,11 @@ def finish(process, plan):
         raise RuntimeError(f"{plan['driver']} ended with {code}:\n{log.read_text()[-3000:]}")
 
 
+def common(args):
+    """What every plan of a comparison has."""
+    return {**sizes(args.device), "procs": args.procs}
+
+
 def sizes(device):
     if device == "cuda":
         return {"width": 2048, "depth": 4, "batch": 4096, "device": "cuda"}
@@ -224,14 +230,14 @@ def sizes(device):
 def steady(args, folder):
     """Paired turns of the three drivers."""
     (folder / "turn").write_text(DRIVERS[0])
-    plan = {**sizes(args.device), "folder": str(folder), "turns": str(folder)}
+    plan = {**common(args), "folder": str(folder), "turns": str(folder)}
     plan["steps"] = SLICE * args.turns + 1  # the step after the last turn ends it
     processes = [(launch({**plan, "driver": name}), {**plan, "driver": name}) for name in DRIVERS]
     for process, its in processes:
         finish(process, its)
     warm = 2  # turns in which caches fill and the others' processes still start
     told = {name: (folder / f"{name}.ms").read_text().splitlines()[warm:] for name in DRIVERS}
-    found = {"turns": len(told["train"]), "steps_a_turn": SLICE}
+    found = {"procs": args.procs, "turns": len(told["train"]), "steps_a_turn": SLICE}
     for column, what in enumerate(("wall ms/step", "processor ms/step")):
         turns = {name: [float(line.split()[column]) for line in told[name]] for name in DRIVERS}
         found |= {f"{name} {what}": statistics.median(values) for name, values in turns.items()}
@@ -256,7 +262,7 @@ def start(args, folder):
         for name in found:
             ends = folder / f"{name}{number}"
             plan = {
-                **sizes(args.device),
+                **common(args),
                 "folder": str(folder),
                 "steps": 1,
                 "ends": str(ends),
@@ -267,7 +273,7 @@ def start(args, folder):
             left = time.time()
             first = float(ends.read_text().split()[1])
             found[name].append({"first_step_s": first - began, "whole_s": left - began})
-    return summary(found)
+    return {"procs": args.procs, **summary(found)}
 
 
 def summary(found):
@@ -289,7 +295,7 @@ def recovery(args, folder):
         for name, variant in variants.items():
             here = folder / f"{name}{number}".replace(" ", "")
             here.mkdir()
-            plan = {**sizes(args.device), "folder": str(here), "restarts": 3, "steps": 100_000, "every": 20}
+            plan = {**common(args), "folder": str(here), "restarts": 3, "steps": 100_000, "every": 20}
             plan |= {"checkpoints": str(here / "ckpt"), "ends": str(here / "ends"), "pid": str(here / "pid")}
             plan |= {"pace": 0.05, **variant}
             process = launch(plan)
@@ -318,7 +324,7 @@ def recovery(args, folder):
             process.terminate()
             process.wait()
             found[name].append({"first_new_step_s": first - killed, "caught_up_s": passed - killed})
-    return {"killed_after_s": args.before, **summary(found)}
+    return {"procs": args.procs, "killed_after_s": args.before, **summary(found)}
 
 
 def lines(path):
@@ -461,7 +467,7 @@ def tp(args, folder):
     """Bytes and time of a perceptron split over ranks."""
     width, tokens = (4096, 8192) if args.device == "cuda" else (256, 512)
     found = {"width": width, "tokens": tokens, "itemsize": 4}
-    for ranks in (2,) if args.device == "cuda" else (2, 4, 8):
+    for ranks in (args.procs,) if args.device == "cuda" else (2, 4, 8):
         port = 20_000 + os.getpid() % 20_000 + ranks
         torch.multiprocessing.spawn(
             tp_rank, (ranks, str(folder), args.device, port, width, tokens, args.rounds), nprocs=ranks
@@ -518,6 +524,9 @@ def main():
     parser.add_argument("parts", nargs="+", choices=[*parts])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
+        "--procs", type=int, default=2, help="steady, start, recovery, tp on GPUs: workers, a GPU each"
+    )
+    parser.add_argument(
         "--turns", type=int, default=22, help="steady: turns of each driver, the first 2 for warmth"
     )
     parser.add_argument("--rounds", type=int, default=5, help="start, recovery, tp")
@@ -528,6 +537,10 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="faults")
     parser.add_argument("--out", type=Path, help="folder of results; a part replaces its older figures")
     args = parser.parse_args()
+    if args.device == "cuda" and args.procs > torch.cuda.device_count():
+        parser.error(f"--procs {args.procs}, but there are {torch.cuda.device_count()} GPUs")
+    if args.device == "cuda" and "tp" in args.parts and args.procs < 2:
+        parser.error("tp splits layers over 2 GPUs or more")
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     for name in args.parts:
@@ -539,7 +552,8 @@ def main():
         if args.out is not None:
             path = args.out / f"single_controller_{args.device}.json"
             results = json.loads(path.read_text()) if path.exists() else {}
-            results[name] = {"environment": before, **found}
+            key = f"{name}, killed after {args.before:g} s" if name == "recovery" else name
+            results[key] = {"environment": before, **found}
             path.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -60,7 +60,7 @@ class Run:
     head_size: int = 64
     context: int = 1024
     tokens: int = 2**15  # a step
-    recipe: int = 2  # to be raised when the model, the text or the meaning of rates changes
+    recipe: int = 4  # to be raised when the model, the text or the meaning of rates changes
 
     def has(self, option):
         return option in self.options.split("+")
@@ -328,109 +328,65 @@ def describe(run):
     return f"{kind} d={run.width} lr={run.lr:g}*{run.times:g} {run.optimizer} {run.options} s{run.seed}"
 
 
-SMALL = {"width": 256, "context": 512, "tokens": 2**13}
+MIDDLE = {"context": 512, "tokens": 2**14}  # a third of the FLOPs of a step of 2**15 tokens, and narrower
+SMALL = {"context": 512, "tokens": 2**13}
 TINY = {"width": 64, "layers": 2, "head_size": 32, "context": 128, "tokens": 2**10}
-ADAMW, MUON = {"lr": 1e-3}, {"lr": 4e-3, "optimizer": "muon"}
+# The rates that the scouts found best, of dense layers and of Monarch layers alike.
+ADAMW, MUON = {"lr": 1e-3, "times": 2}, {"lr": 4e-3, "times": 1, "optimizer": "muon"}
 CAPPED = ADAMW | {"options": "caps", "times": 4}  # past where the caps are reached
-# As many training FLOPs as dense layers of width 512, and half as many parameters.
-EQUAL_FLOPS = {"nblocks": 4, "width": 832}, {"nblocks": 8, "width": 1088}
-HALF = {"nblocks": 8, "width": 896, "rank": 13}, {"nblocks": 4, "width": 640, "rank": 38}
-BUDGETS = (256, 384), (352, 512), (704, 1152)  # widths, dense and with 4 blocks, of equal FLOPs
 
 
-def at_best(run, rows, share=1.0):
-    """The run at the best rate in the rows of its like: of its size, else of its steps, else any."""
-    like = [
-        row
-        for row in rows
-        if not row["options"]
-        and all(row[name] == str(getattr(run, name)) for name in ("linear", "nblocks", "optimizer"))
-        and math.isfinite(float(row["validation_loss"]))
-    ]
-    for names in (("width", "tokens"), ("tokens",), ()):
-        some = [row for row in like if all(row[name] == str(getattr(run, name)) for name in names)]
-        if some:
-            best = min(some, key=lambda row: float(row["validation_loss"]))
-            return dataclasses.replace(run, times=float(best["times"]) * share)
-    return dataclasses.replace(run, times=share)
+def grids():
+    """The runs of each part of the study, the most valuable first."""
+    # No more FLOPs than the dense model of each size, then no more than half its parameters.
+    equal = dense(256, **SMALL), monarch(8, 512, **SMALL), monarch(4, 384, **SMALL), monarch(16, 640, **SMALL)
+    half = monarch(8, 384, **SMALL), monarch(16, 576, **SMALL)
+    large = dense(512), monarch(8, 1024), monarch(8, 832)
 
+    def tried(runs, kind, times=(None,), seeds=(0,)):
+        wanted = [kind | {"seed": seed} | ({"times": t} if t else {}) for seed in seeds for t in times]
+        return [dataclasses.replace(run, **values) for values in wanted for run in runs]
 
-def grids(rows):
-    """The runs of each part of the study, the most valuable first; `rows` say which rates were best."""
-    times = (1, 0.5, 2, 4, 0.25)
-    # Rates, at a twelfth of the cost.
-    scout = [dense(times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times[:4]]
-    scout += [monarch(4, times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times]
-    scout += [monarch(4, **SMALL, **CAPPED | {"times": t}) for t in (4, 1, 16)]
-    scout += [monarch(8, times=t, **SMALL, **kind) for kind in (MUON, ADAMW) for t in times]
-    scout += [monarch(8, **SMALL, **CAPPED)]
-    scout += [monarch(4, options="blocked", **SMALL, **kind) for kind in (ADAMW, MUON)]
-    scout += [monarch(16, times=t, **SMALL, **kind) for kind in (ADAMW, MUON) for t in times]
-
-    def models(kind, wide=0):
-        return [dense(**kind), monarch(**EQUAL_FLOPS[wide], **kind), monarch(**HALF[0], **kind)]
-
-    chosen = [at_best(run, rows) for kind in (MUON, ADAMW) for run in models(kind)]
-    chosen += [monarch(**size, **CAPPED) for size in (EQUAL_FLOPS[0], HALF[0])]
-    others = [at_best(monarch(**EQUAL_FLOPS[1], **kind), rows) for kind in (MUON, ADAMW)]
-    others += [monarch(**EQUAL_FLOPS[1], **CAPPED)]
-    others += [at_best(monarch(**HALF[1], **kind), rows) for kind in (MUON, ADAMW)]
-    rates = [at_best(run, rows, s) for kind in (MUON, ADAMW) for s in (2, 0.5) for run in models(kind)[:2]]
-    small = {"steps": 20, "width": 64, "layers": 2, "head_size": 32, "context": 64, "tokens": 512, "rank": 0}
-    options = [monarch(4, options=options, **ADAMW) for options in ("caps", "guided", "blocked")]
+    scout = tried(equal, MUON) + tried(equal, ADAMW) + tried(half, ADAMW) + tried(half, MUON)
+    scout += tried(equal[:3], ADAMW, (1, 4)) + tried(equal[:2], MUON, (2, 0.5))
+    main = tried(large, ADAMW, seeds=(0, 1, 2))
+    main += tried((dense(512), monarch(4, 768)), MUON) + tried(large[1:2], CAPPED)
+    main += tried((monarch(16, 1152),), ADAMW) + tried(large, MUON, seeds=(0, 1, 2))
+    shapes = [monarch(nblocks, 256, **SMALL) for nblocks in (4, 8, 16)]
+    shapes += [monarch(8, 512, rank=4, **SMALL), monarch(8, 384, rank=12, **SMALL)]
+    words = [monarch(8, 512, options=options, **SMALL, **ADAMW) for options in ("blocked", "guided")]
+    small = {"steps": 20, "width": 64, "layers": 2, "head_size": 32, "context": 64, "tokens": 512}
+    tiny = dense(**TINY), monarch(4, **TINY | {"width": 96})
     return {
         "scout": scout,
-        "main": chosen + others + rates,
-        "seeds": [dataclasses.replace(run, seed=s) for s in (1, 2) for run in chosen],
-        "stability": [
-            monarch(4, **kind | {"times": t * kind.get("times", 1)})
-            for t in (4, 1, 0.25)
-            for kind in (CAPPED, MUON, ADAMW)
-        ],
-        "transfer": [  # from a width to four times it, in steps of 1.4
-            monarch(nblocks, width, times=t, context=512, tokens=2**13, **kind)
-            for kind in (ADAMW, MUON)
+        "main": main,
+        "budgets": tried((dense(384, **MIDDLE), monarch(8, 768, **MIDDLE)), ADAMW),
+        # From a quarter of the recommended rate to four times it.
+        "stability": tried(equal[1:2], CAPPED, (4, 16, 1)) + tried(equal[1:2], ADAMW, (2, 8, 0.5)),
+        # From a width to four times it, in steps of 1.4.
+        "transfer": [
+            run
             for nblocks in (4, 8)
-            for t in (1, 0.7, 1.4, 0.5, 2)
-            for width in (128, 512)
-        ],
-        "budgets": [
-            at_best(run, rows)
-            for kind in (ADAMW, MUON)
-            for widths in BUDGETS
-            for run in (dense(widths[0], head_size=32, **kind), monarch(4, widths[1], head_size=32, **kind))
-        ],
-        "shapes": [
-            at_best(run, rows)
-            for kind in (ADAMW, MUON)
-            for run in (
-                monarch(4, **kind),
-                monarch(8, **kind),
-                monarch(16, **kind),
-                monarch(4, rank=16, **kind),
-                monarch(8, 1024, **kind),
-                monarch(16, 1024, **kind),
+            for run in tried(
+                [monarch(nblocks, width, **SMALL) for width in (128, 512)], ADAMW, (2, 1.4, 2.8, 1, 4)
             )
         ],
-        "guided": [
-            dataclasses.replace(at_best(monarch(**HALF[0], **kind), rows), options="guided")
-            for kind in (ADAMW, MUON)
-        ],
-        "cpu": [  # an hour on a CPU: --device cpu --limit 30000000
-            *[monarch(4, **TINY, **CAPPED | {"times": t}) for t in (4, 16, 1)],
-            *[monarch(4, times=t, **TINY, **ADAMW) for t in (1, 4, 0.25)],
-            dense(**TINY, **ADAMW),
-            dense(**TINY, **MUON),
-            *[monarch(4, times=t, **TINY, **MUON) for t in (1, 4, 0.25)],
-            monarch(4, **TINY, **CAPPED | {"options": "caps+blocked"}),
-            monarch(4, **TINY, **CAPPED | {"options": "caps+guided"}),
+        "shapes": tried(shapes, ADAMW) + words,
+        "seeds": tried(equal[:2], ADAMW, seeds=(1, 2)) + tried(equal[:3:2], MUON, seeds=(1, 2)),
+        # An hour on a CPU: --device cpu --limit 30000000
+        "cpu": [
+            *tried(tiny, ADAMW),
+            *tried(tiny, MUON, (0.5,)),
+            *tried(tiny[1:], ADAMW, (0.5, 8)),
+            *tried(tiny[1:], CAPPED, (4, 16)),
+            *[dataclasses.replace(tiny[1], options=options, **ADAMW) for options in ("blocked", "guided")],
         ],
         # Alone on the GPU: --workers 1.
         "timing": [
             dataclasses.replace(run, steps=100)
-            for run in [*chosen, monarch(4, **CAPPED), monarch(4), monarch(4, **MUON)]
+            for run in [*tried(large, ADAMW), *tried(large, MUON), *tried(large[1:], CAPPED)]
         ],
-        "smoke": [dataclasses.replace(run, **small) for run in [*chosen, *options]],
+        "smoke": [dataclasses.replace(run, **small) for run in [*main, *words]],
     }
 
 
@@ -447,7 +403,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     gpu = torch.cuda.is_available()
-    parser.add_argument("--grid", nargs="+", default=["scout", "main"], help=f"of {', '.join(grids([]))}")
+    parser.add_argument("--grid", nargs="+", default=["scout", "main"], help=f"of {', '.join(grids())}")
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--workers", type=int, default=3 if gpu else 1)
     parser.add_argument("--out", default="train_study.csv")
@@ -458,12 +414,12 @@ def main():
     deadline = time.time() + 60 * arguments.minutes
     path = Path(arguments.out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for grid in arguments.grid:  # one after the other: later ones read the rows of earlier ones
+    for grid in arguments.grid:
         rows = read_rows(path)
         if rows and rows[0].get("recipe") != str(Run().recipe):
             parser.error(f"{path} has rows of another recipe: name another file with --out")
         before = {tuple(row[field.name] for field in dataclasses.fields(Run)) for row in rows}
-        runs = [run for run in dict.fromkeys(grids(rows)[grid]) if run.key not in before]
+        runs = [run for run in dict.fromkeys(grids()[grid]) if run.key not in before]
         if arguments.list:
             for run in runs:
                 model = build(run, "meta")

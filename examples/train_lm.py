@@ -8,8 +8,8 @@ The default size trains on a CPU in two minutes:
 
 A real size, on a GPU:
 
-    python examples/train_lm.py --width 832 --layers 8 --head-size 64 --context 1024 --batch 32 \
-        --steps 1500 --lr 1e-3 --compile
+    python examples/train_lm.py --nblocks 8 --width 1024 --layers 8 --head-size 64 --context 1024 \
+        --batch 32 --steps 1500 --warmup 100 --compile
 
 Writes the log (CSV), a plot of the loss and a checkpoint into --out; --resume goes on from there.
 """
@@ -34,22 +34,43 @@ from monarch_rocm.optim import param_groups
 console = Console()
 
 
+def rotation(context, size):
+    """Cosines and sines `(context, size / 2)` by which places turn queries and keys."""
+    angles = torch.arange(context)[:, None] * 10_000.0 ** (-torch.arange(0, size, 2) / size)
+    return angles.cos(), angles.sin()
+
+
+def turn(x, cos, sin):
+    """Heads `(..., context, size)` turned by their places, so that products see distances alone."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
+
+
 class Block(nn.Module):
     """Attention and a perceptron, each on normalised input, each added to it."""
 
-    def __init__(self, width, head_size, linear):
+    def __init__(self, width, head_size, linear, writers):
         super().__init__()
         self.head_size = head_size
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.attend, self.project = linear(width, 3 * width), linear(width, width)
-        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
-        for layer in (self.project, self.down):  # a new block adds nothing: it learns sooner so
-            nn.init.zeros_(layer.blkdiag2 if isinstance(layer, MonarchLinear) else layer.weight)
+        # Apart, not as one layer of 3 * width outputs: their first factors would be one.
+        self.query, self.key, self.value = (linear(width, width) for _ in range(3))
+        self.project, self.up, self.down = (
+            linear(*sizes) for sizes in ((width, width), (width, 4 * width), (4 * width, width))
+        )
+        for layer in (self.project, self.down):  # of all that write into x, as in GPT-2
+            last = layer.blkdiag2 if isinstance(layer, MonarchLinear) else layer.weight
+            with torch.no_grad():
+                last.mul_(writers**-0.5)
 
-    def forward(self, x):
+    def forward(self, x, cos, sin):
         batch, context, width = x.shape
-        heads = self.attend(self.norm1(x)).view(batch, context, 3, -1, self.head_size)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        h = self.norm1(x)
+        q, k, v = (
+            layer(h).view(batch, context, -1, self.head_size).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        q, k = (turn(F.rms_norm(part, (self.head_size,)), cos, sin) for part in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(y.transpose(1, 2).reshape(batch, context, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -62,16 +83,17 @@ class GPT(nn.Module):
         super().__init__()
         if width % head_size:
             raise ValueError(f"width {width} is no multiple of the head size {head_size}")
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
-        for embedding in (self.bytes, self.places):
-            nn.init.normal_(embedding.weight, std=0.02)
-        self.blocks = nn.ModuleList([Block(width, head_size, linear) for _ in range(layers)])
+        self.bytes = nn.Embedding(256, width)
+        nn.init.normal_(self.bytes.weight, std=0.02)
+        for name, part in zip(("cos", "sin"), rotation(context, head_size), strict=True):
+            self.register_buffer(name, part, persistent=False)
+        self.blocks = nn.ModuleList([Block(width, head_size, linear, 2 * layers) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width, bias=False), nn.Linear(width, 256, bias=False)
 
     def forward(self, inputs, targets):
-        x = self.bytes(inputs) + self.places.weight[: inputs.shape[1]]
+        x, context = self.bytes(inputs), inputs.shape[1]
         for block in self.blocks:
-            x = block(x)
+            x = block(x, self.cos[:context], self.sin[:context])
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 

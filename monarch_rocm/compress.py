@@ -236,13 +236,20 @@ class _Batches:
 
 
 def _resume(file: Path, plan: dict[str, Any], folder: Path, device: str) -> tuple[nn.Module, str]:
-    before, found, state, report = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        before, found, state, report = files.loaded(file)
+    except Exception as error:
+        raise InputError(f"{file} is broken, remove it or give another --out: {error}") from error
     if before != plan:
         raise InputError(
             f"{file.parent} is of a run with {before}, not with {plan}; remove it, or give another --out"
         )
-    student = restructure(_load(folder)[0].eval(), found)
-    student.load_state_dict(state)
+    student = _load(folder)[0].eval()
+    try:
+        student = restructure(student, found)
+        student.load_state_dict(state)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"{file} does not fit {folder}, remove it or give another --out: {error}") from error
     return student.to(device), report
 
 

@@ -65,8 +65,10 @@ class MonarchConfig:
         """The inverse of `to_dict`, also after a trip through JSON.
 
         Raises:
-            ValueError: a key that is no field.
+            TypeError: no mapping. ValueError: a key that is no field. Both: as in the constructor.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a MonarchConfig comes from a mapping, not from {values!r}")
         known = [field.name for field in fields(cls)]
         unknown = [key for key in values if key not in known]
         if unknown:

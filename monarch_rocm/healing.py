@@ -245,17 +245,29 @@ def _save(
 
 @torch.no_grad()
 def _resume(path: Path, plan: dict[str, Any], trained: dict[str, Any], optimizer: Any) -> list[float]:
+    """The losses so far. The student is changed only by a file that fits it and the optimizer whole."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        saved = state["plan"]
+        state = files.loaded(path)
+        saved, parameters = state["plan"], dict(state["parameters"])
+        losses = [float(loss) for loss in state["losses"]]
+        shapes = {name: tuple(value.shape) for name, value in parameters.items()}
     except Exception as error:
         raise ValueError(f"{path} is no checkpoint of heal: {error}") from error
     if saved != plan:
         raise ValueError(f"{path} is of another run: it has {saved}, this one {plan}")
-    shapes = {name: tuple(value.shape) for name, value in state["parameters"].items()}
     if shapes != {name: tuple(parameter.shape) for name, parameter in trained.items()}:
         raise ValueError(f"{path} is of another student: its parameters have other names or shapes")
-    for name, value in state["parameters"].items():
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+        kept = all(
+            value.shape in ((), parameter.shape)
+            for parameter, moments in optimizer.state.items()
+            for value in moments.values()
+        )
+    except Exception as error:
+        raise ValueError(f"{path} has no state of the optimizer: {error}") from error
+    if not kept:
+        raise ValueError(f"{path} has a state of another optimizer, of other shapes")
+    for name, value in parameters.items():
         trained[name].copy_(value)
-    optimizer.load_state_dict(state["optimizer"])
-    return list(state["losses"])
+    return losses

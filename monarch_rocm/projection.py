@@ -71,6 +71,9 @@ def project_to(weight: Tensor, shape: MonarchShape) -> tuple[Tensor, Tensor]:
     )
     order = "(s l) (k p) -> l k s p" if shape.layout == "interleaved" else "(l s) (k p) -> l k s p"
     blocks = rearrange(blocks, order, l=shape.L, k=shape.K)
+    if blocks.dtype == torch.complex64:
+        # In which LAPACK's fails on some blocks of rank 1, and loses digits on others.
+        blocks = blocks.to(torch.complex128)
     u, sigma, vh = torch.linalg.svd(blocks, full_matrices=False)
     root = sigma.sqrt()
     left = u * root[..., None, :]

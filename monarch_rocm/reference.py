@@ -26,7 +26,7 @@ def monarch_linear(
         shape (MonarchShape): the geometry.
 
     Returns:
-        Tensor: `(..., out_features)`.
+        Tensor: `(..., out_features)`, contiguous.
 
     Source: DESIGN section 2; Dao et al. 2022, section 3.
 
@@ -42,5 +42,5 @@ def monarch_linear(
     h = rearrange(rearrange(h, "... k q -> ... (k q)"), "... (r l) -> ... l r", l=shape.L)
     z = einsum(blkdiag2, h, "l s r, ... l r -> ... l s")
     order = "... l s -> ... (s l)" if shape.layout == "interleaved" else "... l s -> ... (l s)"
-    y = rearrange(z, order)[..., : shape.out_features]
+    y = rearrange(z, order)[..., : shape.out_features].contiguous()
     return y if bias is None else y + bias

@@ -9,10 +9,21 @@ import torch
 from torch import nn
 
 from monarch_rocm import tree
+from monarch_rocm.dispatch import check_backend
 from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.shape import MonarchShape
 
 FORMAT = 1  # raised when older code could no longer read what is written
+KINDS = {
+    "in_features": int,
+    "out_features": int,
+    "blkdiag1": list,  # of three ints
+    "blkdiag2": list,
+    "layout": str,
+    "bias": bool,
+    "backend": str,
+    "recompute": bool,
+}
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
@@ -76,37 +87,71 @@ def restructure(model: nn.Module, structure: Mapping[str, Any], prefix: str = ""
         nn.Module: the model, the same object unless it is itself the layer.
 
     Raises:
-        ValueError: another format; a layer that the model lacks, or that has other sizes there. Nothing
-            has been replaced then.
+        ValueError: another format; something that is no structure; a layer that the model lacks, or that
+            has other sizes there. Nothing has been replaced then.
 
     Example:
         >>> found = structure(MonarchLinear(16, 32, nblocks=2))
         >>> restructure(nn.Linear(16, 32), found).shape.nblocks
         (2, 2)
     """
+    if not isinstance(structure, Mapping):
+        raise ValueError(f"a Monarch structure is a mapping, not {structure!r}")
     number = structure.get("format")
-    if number != FORMAT:
+    if type(number) is not int or number != FORMAT:
         raise ValueError(f"this version reads format {FORMAT} of Monarch structures, but got {number!r}")
+    layers = structure.get("layers")
+    if not isinstance(layers, Mapping) or not layers:
+        raise ValueError(f"a Monarch structure has its layers by name under 'layers', not {layers!r}")
     made: dict[str, MonarchLinear] = {}
-    for name, entry in structure["layers"].items():
+    for name, entry in layers.items():
         place = prefix + name if name else name
         try:
             old = model.get_submodule(place)
         except AttributeError:
             raise ValueError(f"the structure has a layer {place!r}, which this model lacks") from None
-        made[place] = _layer(place, old, entry)
+        _check(place, entry)
+        made[place] = layer = _layer(place, old, entry)
         if "tied" in entry:
-            owner = made[prefix + entry["tied"]]
-            made[place].blkdiag1, made[place].blkdiag2 = owner.blkdiag1, owner.blkdiag2
+            owner = made.get(prefix + entry["tied"])
+            if owner is None or owner is layer or _sizes(owner) != _sizes(layer):
+                raise ValueError(
+                    f"layer {place!r} can be tied to an earlier layer of its shape, not to {entry['tied']!r}"
+                )
+            layer.blkdiag1, layer.blkdiag2 = owner.blkdiag1, owner.blkdiag2
     return tree.replace(model, {model.get_submodule(place): layer for place, layer in made.items()})
+
+
+def _check(name: str, entry: Any) -> None:
+    """Raise unless `entry` has what one of a layer has, of the right kinds."""
+    if not isinstance(entry, Mapping) or not KINDS.keys() <= entry.keys() <= {*KINDS, "tied"}:
+        raise ValueError(f"layer {name!r} of the structure has {', '.join(KINDS)}, unlike {entry!r}")
+    for key, value in entry.items():
+        if not _fits(value, KINDS.get(key, str)):
+            raise ValueError(f"{key} of layer {name!r} of the structure cannot be {value!r}")
+
+
+def _sizes(layer: MonarchLinear) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return layer.shape.factor1, layer.shape.factor2
+
+
+def _fits(value: Any, kind: type) -> bool:
+    if kind is list:
+        return isinstance(value, (list, tuple)) and [type(size) for size in value] == [int] * 3
+    return type(value) is kind
 
 
 def _layer(name: str, old: nn.Module, entry: Mapping[str, Any]) -> MonarchLinear:
     sizes = entry["in_features"], entry["out_features"]
-    shape = MonarchShape.from_factors(entry["blkdiag1"], entry["blkdiag2"], *sizes, layout=entry["layout"])
-    weight = getattr(old, "weight", None)
+    try:
+        factors = entry["blkdiag1"], entry["blkdiag2"]
+        shape = MonarchShape.from_factors(*factors, *sizes, layout=entry["layout"])
+        backend = check_backend(entry["backend"])
+    except ValueError as error:
+        raise ValueError(f"layer {name!r} of the structure: {error}") from None
+    weight: Any = None if isinstance(old, nn.Embedding) else getattr(old, "weight", None)
     if not isinstance(weight, torch.Tensor) or sorted(weight.shape) != sorted(sizes):
-        has = f"{type(old).__name__} with a weight of {tuple(weight.shape)}" if weight is not None else "none"
+        has = f"a {type(old).__name__}" + ("" if weight is None else f" of weight {tuple(weight.shape)}")
         raise ValueError(
             f"layer {name!r} should be linear, {sizes[0]} to {sizes[1]}, but the model has {has}"
         )
@@ -118,5 +163,5 @@ def _layer(name: str, old: nn.Module, entry: Mapping[str, Any]) -> MonarchLinear
         raise ValueError(
             f"layer {name!r} should have {'a' if entry['bias'] else 'no'} bias, unlike the model's"
         )
-    layer = MonarchLinear._assemble(shape, one, two, bias, entry["backend"], entry["recompute"])
+    layer = MonarchLinear._assemble(shape, one, two, bias, backend, entry["recompute"])
     return layer.train(old.training)

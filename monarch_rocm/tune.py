@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +144,7 @@ def search(
         advance (callable): called whenever a candidate was checked on an operation.
     """
     tried = {json.dumps(config): config for config in candidates(task, dtype, device)}
-    kernel, alive = KERNELS[task.kernel], dict(tried)
+    kernel = KERNELS[task.kernel]
     with torch.no_grad(), tuning.without(task.kernel):
 
         def time(names: Sequence[str], count: int, rivals: bool) -> dict[str, list[float]]:
@@ -160,24 +160,36 @@ def search(
                     sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * count), values, strict=True)]
             return sums
 
-        for operation in task.operations:
-            operands = operation.operands(launches.draw(dtype, device))
-            wanted = operation.run(operands, "torch")
-            for name, config in tried.items():
-                if name in alive and not _is_right(kernel, operation, operands, config, wanted):
-                    del alive[name]
-                advance()
+        def right(names: Iterable[str], advance: Callable[[], None]) -> list[str]:
+            """Those that compile, fit and are right on every operation."""
+            left = list(names)
+            for operation in task.operations:
+                operands = operation.operands(launches.draw(dtype, device))
+                wanted = operation.run(operands, "torch")
+                for name in list(left):
+                    if not _is_right(kernel, operation, operands, tried[name], wanted):
+                        left.remove(name)
+                    advance()
+            return left
+
+        alive = right(tried, advance)
         if not alive:
             rivals = {name: statistics.median(values) for name, values in time((), rounds, True).items()}
             return Found(task, next(iter(tried.values())), False, None, rivals, len(tried))
-        quick = time(list(alive), QUICK, False)
-        finalists = sorted(alive, key=lambda name: statistics.median(quick[name]))[:FINALISTS]
+        quick = time(alive, QUICK, False)
+        for number in range(space.rounds(task.kernel) if torch.version.hip else 0):
+            best = min(quick, key=lambda name: statistics.median(quick[name]))
+            others = space.variants(task.kernel, number, tried[best], tuning.architecture(device))
+            fresh = {json.dumps(config): config for config in others if config not in tried.values()}
+            tried |= fresh
+            quick |= time(right(fresh, lambda: None), QUICK, False)
+        finalists = sorted(quick, key=lambda name: statistics.median(quick[name]))[:FINALISTS]
         times = time(finalists, rounds, True)
     medians = {name: statistics.median(values) for name, values in times.items()}
     best = min(finalists, key=lambda name: medians[name])
     wins = all(is_faster(times[best], times[rival]) for rival in (PYTORCH, AUTO))
     rivals = {name: medians[name] for name in (PYTORCH, AUTO)}
-    return Found(task, tried[best], wins, medians[best], rivals, len(tried) - len(alive))
+    return Found(task, tried[best], wins, medians[best], rivals, len(tried) - len(quick))
 
 
 def _bind(function: Callable[..., object], *args: object) -> timing.Run:

@@ -33,34 +33,7 @@ def poison(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="session")
 def mended_interpreter():
-    """Triton's interpreter keeps bfloat16 as raw bits, which its dot multiplies and its casts truncate."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    from support import interpreter_mended
+
+    with interpreter_mended():
         yield
-        return
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    import numpy as np
-    import triton.language as tl
-
-    builder = interpreter.InterpreterBuilder
-    dot, cast = builder.create_dot, builder.cast_impl
-
-    def widen(handle):
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = np.ascontiguousarray(handle.data).view(np.uint16).astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    def mended_dot(self, a, b, *args, **kwargs):
-        return dot(self, widen(a), widen(b), *args, **kwargs)
-
-    def mended_cast(self, src, dst_type):
-        if dst_type.scalar == tl.bfloat16 and src.dtype.scalar == tl.float32:
-            bits = np.ascontiguousarray(src.data).view(np.uint32)
-            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-            rounded = np.where(np.isnan(src.data), bits | 0x400000, rounded)
-            return interpreter.TensorHandle((rounded >> 16).astype(np.uint16), tl.bfloat16)
-        return cast(self, src, dst_type)
-
-    builder.create_dot, builder.cast_impl = mended_dot, mended_cast
-    yield
-    builder.create_dot, builder.cast_impl = dot, cast

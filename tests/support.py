@@ -1,6 +1,9 @@
 """What several tests share: the independent dense formula, shapes, and the error budget."""
 
+import importlib.util
 import math
+import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -32,6 +35,8 @@ SHAPES = [
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = ["interleaved", "blocked"]
+FUSED = {"BT": 16, "num_warps": 4, "num_stages": 1}
+CHAINED = {"BT": 16, "BO": 16, "BI": 16, "PROGRAMS": 3, "num_warps": 4, "num_stages": 2}
 
 
 def shape_id(shape):
@@ -160,7 +165,63 @@ def svd_budget(weight):
         (torch.complex128, torch.complex64) if weight.is_complex() else (torch.float64, torch.float32)
     )
     exact = weight.detach().to(high)
-    u, sigma, vh = torch.linalg.svd(weight.detach().to(high if weight.dtype == high else single))
+    try:
+        u, sigma, vh = torch.linalg.svd(weight.detach().to(high if weight.dtype == high else single))
+    except torch.linalg.LinAlgError:  # as in complex64 of equal numbers, on CPUs
+        u, sigma, vh = torch.linalg.svd(exact)
     plain = (u[:, : len(sigma)] * sigma).to(high) @ vh[: len(sigma)].to(high)
     rounding = 2 * torch.finfo(weight.dtype).eps * torch.linalg.vector_norm(exact)
     return 2 * torch.linalg.vector_norm(plain - exact) + rounding
+
+
+def force(path, monkeypatch):
+    """Launch one family of kernels, whatever the tables say that is fastest."""
+    from monarch_rocm import dispatch
+    from monarch_rocm.kernels import tuning
+
+    def config_for(kernel, backend, dtype, device, *sizes):
+        if backend == "torch" or (path == "batched" and kernel != "interleave"):
+            return None
+        if kernel in ("fused", "chained"):
+            return {"fused": FUSED, "chained": CHAINED}[kernel] if path == kernel else None
+        if kernel == "bdmv" and path != "few":
+            return None
+        return tuning.lookup(kernel, torch.device("cpu"), dtype, *sizes)["config"]
+
+    monkeypatch.setattr(dispatch, "config_for", config_for)
+    tuning.refresh()
+
+
+@contextmanager
+def interpreter_mended():
+    """Triton's interpreter keeps bfloat16 as raw bits, which its dot multiplies and its casts truncate."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    def widen(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = np.ascontiguousarray(handle.data).view(np.uint16).astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def mended_dot(self, a, b, *args, **kwargs):
+        return dot(self, widen(a), widen(b), *args, **kwargs)
+
+    def mended_cast(self, src, dst_type):
+        if dst_type.scalar == tl.bfloat16 and src.dtype.scalar == tl.float32:
+            bits = np.ascontiguousarray(src.data).view(np.uint32)
+            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+            rounded = np.where(np.isnan(src.data), bits | 0x400000, rounded)
+            return interpreter.TensorHandle((rounded >> 16).astype(np.uint16), tl.bfloat16)
+        return cast(self, src, dst_type)
+
+    builder.create_dot, builder.cast_impl = mended_dot, mended_cast
+    yield
+    builder.create_dot, builder.cast_impl = dot, cast

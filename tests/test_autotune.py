@@ -76,6 +76,18 @@ def test_every_launch_of_a_training_step_is_tuned_once(measured):
     assert {task.tokens for task in measured} == {4, 8}
 
 
+def test_forty_numbers_of_tokens_are_tuned_by_bucket(measured):
+    """Ragged batches: no more searches than powers of two, whatever numbers come."""
+    module = layer(layout="blocked")
+    with torch.no_grad():
+        for tokens in range(1, 41):
+            module(torch.randn(tokens, 32, device=device))
+    kernels = {task.kernel for task in measured}
+    assert {task.tokens for task in measured} == {1, 2, 4, 8, 16, 32, 64}
+    assert len(measured) <= 7 * 2 * len(kernels)  # buckets, shapes of a factor
+    assert len({(t.kernel, t.n_out, t.n_in, t.tokens) for t in measured}) == len(measured)
+
+
 def test_rows_that_are_there_are_not_measured_again(measured, monkeypatch):
     """As where another process tuned, or `monarch-rocm tune` did."""
     module = layer()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from cdna_tune import classes, compiled, model, ptx, search, validate
+from cdna_tune import classes, compiled, model, options, ptx, search, validate, whole
 from cdna_tune.model import Part, Work
 
 from monarch_rocm.codegen import assembly
-from monarch_rocm.kernels import tuning
+from monarch_rocm.kernels import space, tuning
 
 ROOT = Path(__file__).parent.parent
 ARCHS = ("gfx90a", "gfx942", "gfx950")
@@ -164,6 +164,89 @@ def test_a_winner_that_spills_elsewhere_is_passed_over():
         winner()
 
 
+LOCAL = {"classes": {"mfma": 4, "lds read": 64}, "loads": {}, "stores": {}, "lds": {"16": 64}}
+
+
+def row_with(present=None):
+    """A row that is ranked by sound code alike for all, and where that code is looked up."""
+    ranked, known = ranked_with([SOUND])
+    codes = search.Codes("gfx942", 1)
+    codes.known, codes.counted = dict(known), set(known)
+    return search.Row(EACH, None, ranked, present), codes
+
+
+def slower(codes, config, **changes):
+    """Another code for a config, in every launch of it."""
+    places = [(place, False) for place in classes.ranked_by(EACH)]
+    for job in search.jobs_of("gfx942", EACH, config, places):
+        codes.known[job] = replace(SOUND, **changes)
+
+
+def test_a_present_config_stays_unless_another_is_clearly_better():
+    row, codes = row_with()
+    best, other = row.ranked[0][1], row.ranked[-1][1]
+    us = codes.microseconds(row, other)
+    row.present = other
+    assert search.stays(row, us / (search.MARGIN - 0.01), codes)
+    assert not search.stays(row, us / (search.MARGIN + 0.01), codes)
+    for changes in ({"vector_spills": 1}, {"failure": "a race"}):  # whatever it once was
+        slower(codes, other, **changes)
+        assert not search.stays(row, us * 9, codes)
+    found = search.record_of(row, codes)
+    assert (found["config"], found["before"], found["us_before"]) == (best, other, None)
+
+
+def test_conflicts_that_were_counted_reorder_the_first(monkeypatch):
+    row, codes = row_with()
+    first, second = (config for _, config in row.ranked[:2])
+    places = search.ranking_jobs("gfx942", row, [first])
+    codes.counted -= set(places)
+    slower(codes, first, whole=LOCAL, loop=LOCAL)
+    before = codes.microseconds(row, first)
+    counted = compiled.Counted(conflicts=16.0)
+    monkeypatch.setattr(search, "count_all", lambda jobs, _: [(job, counted) for job in jobs])
+    codes.count(places)
+    assert codes.microseconds(row, first) > before
+    search.reorder(row, codes)
+    assert row.ranked[0][1] == second
+
+
+def test_an_option_that_helps_competes_and_all_are_kept_for_the_record(monkeypatch):
+    row, codes = row_with()
+    base = row.ranked[0][1]
+    others = space.variants("bdmm", 0, base, "gfx942")
+    slower(codes, base, whole=LOCAL, loop=LOCAL)
+    row.ranked = [(codes.microseconds(row, base), base)]
+
+    def compile_all(jobs, _):
+        for job in jobs:
+            helped = dict(job.config).get("kpack") == 2
+            yield job, SOUND if helped else replace(SOUND, whole=LOCAL, loop=LOCAL)
+
+    monkeypatch.setattr(search, "compile_all", compile_all)
+    monkeypatch.setattr(search, "count_all", lambda jobs, _: [(job, compiled.Counted()) for job in jobs])
+    search.turn_knobs([row], codes, 0)
+    assert [each["options"] for each in row.knobs] == [
+        {name: value for name, value in config.items() if base.get(name) != value} for config in others
+    ]
+    assert row.ranked[0][1].get("kpack") == 2
+    assert {True, False} == {each["over"] < 1 for each in row.knobs}
+
+
+def test_a_whole_layers_program_is_counted_by_the_tile():
+    stand = {"classes": {}, "loads": {"16": 3, "4": 1}, "stores": {"8": 2}, "lds": {"16": 1}}
+    code = compiled.Code(mfma=MFMA, whole=stand, waves=2.0)
+    ran = {"mfma": 64.0, "vector": 200.0, "load": 16.0, "store": 8.0, "lds_read": 8.0, "lds_write": 4.0}
+    counted = compiled.Counted(instructions=ran)
+    found = whole.part(code, counted, 2)
+    assert (found.mfma, found.loads, found.stores) == ({MFMA: 32}, {16: 6, 4: 2}, {8: 4})
+    assert (found.lds, found.classes["valu"], found.instructions) == ({16: 6}, 100, 150)
+    config = {"BT": 64, "BO": 64, "BI": 64, "PROGRAMS": 64, "num_warps": 4, "num_stages": 1}
+    launch = whole.work("chained", "bf16", config, code, counted, 2)
+    # 16 blocks of 64 in either stage are 32 steps a tile; 64 programs take two tiles each.
+    assert (launch.programs, launch.iterations, launch.loop.mfma) == (64, 64, {MFMA: 1})
+
+
 def test_a_ranking_repeats():
     assert ranked_with([SOUND])[0] == ranked_with([SOUND])[0]
 
@@ -249,6 +332,7 @@ def test_documents_say_what_the_results_say():
     assert len(rows) == 10
     for row in rows:
         assert "| " + " | ".join(map(str, row.values())) + " |" in page
+    assert options.table(json.loads((results / "cdna_tune.json").read_text())) in page
     found = json.loads((results / "model_h200.json").read_text())
     for kernel in ("bdmm", "bdmm_wgrad"):
         part = found[kernel]

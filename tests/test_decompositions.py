@@ -62,6 +62,30 @@ def test_outputs_and_gradients_are_those_of_the_ops(sizes, layout):
     assert not any("zeros" in name for name in found)
 
 
+@by_layout
+def test_strides_of_inputs_and_gradients_change_nothing(layout):
+    """As of gradients that come through a sum, a cat or a transpose."""
+    operands = make_operands(make_shape((10, 33, 4, 2), layout), torch.float64, (6,))
+    ways = (
+        (lambda x: x, lambda y: y.sum()),
+        (lambda x: x.t().contiguous().t(), lambda y: torch.cat([y, y.detach()], 1).pow(2).sum()),
+        (lambda x: x[:1].expand_as(x), lambda y: (y.t().contiguous() ** 2).sum()),
+        (lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2], lambda y: y[:, 5].sum()),
+    )
+    for begin, end in ways:
+
+        def loss(x, *factors, begin=begin, end=end):
+            sizes = {"in_features": 10, "out_features": 33, "layout": layout}
+            return end(monarch_linear(begin(x), *factors, **sizes))
+
+        torch.compiler.reset()  # Dynamo counts compilations of one function
+        compiled, found = traced(loss)
+        got = torch.autograd.grad(compiled(*operands), operands)
+        assert not ours(found)
+        for one, exact in zip(got, torch.autograd.grad(loss(*operands), operands), strict=True):
+            torch.testing.assert_close(one, exact, rtol=1e-12, atol=1e-12)
+
+
 def test_ops_that_run_a_kernel_stay():
     """Traced as for a GPU whose tables say that kernels win."""
     compiled, found = traced(MonarchLinear(16, 16, nblocks=4, device="meta"))

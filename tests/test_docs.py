@@ -191,3 +191,21 @@ def test_the_issue_form_asks_for_what_the_commands_print():
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "amd-results.yml").read_text())
     asked = {part["id"] for part in form["body"] if "id" in part}
     assert {"doctor", "suite", "bench", "tune", "plan"} <= asked
+
+
+def test_every_fault_of_the_list_has_a_test_or_a_limit():
+    """Each row of docs/limits.md names tests that exist or says why there is none, and they are counted."""
+    page = (ROOT / "docs" / "limits.md").read_text()
+    rows = [row.split(" | ")[-1].strip(" |") for row in re.findall(r"^\| (?:peer|ecosystem).*$", page, re.M)]
+    limits = [row for row in rows if row.startswith("limit: ")]
+    counted = (
+        f"There are {len(rows)} entries: {len(rows) - len(limits)} have tests, and {len(limits)} are limits."
+    )
+    assert counted in page
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named or row in limits
+        for file, name in named:
+            assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), f"{file}::{name}"
+    of_ecosystem = re.findall(r"^\| ecosystem (\d+)", page, re.M)
+    assert of_ecosystem == [str(number) for number in range(1, 19)]

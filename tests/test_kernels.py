@@ -14,6 +14,7 @@ from support import (
     by_dtype,
     by_layout,
     by_shape,
+    force,
     make_operands,
     make_shape,
     run,
@@ -27,8 +28,6 @@ from monarch_rocm.kernels import launch, tuning  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:a Monarch layer")]
 PATHS = ["staged", "batched", "fused", "few"]
-FUSED = {"BT": 16, "num_warps": 4, "num_stages": 1}
-CHAINED = {"BT": 16, "BO": 16, "BI": 16, "PROGRAMS": 3, "num_warps": 4, "num_stages": 2}
 NAMES = ("y", "dx", "dblkdiag1", "dblkdiag2", "dbias")
 
 
@@ -37,20 +36,6 @@ def path(request, monkeypatch):
     """Force one family of kernels, whatever the tables say that is fastest."""
     force(request.param, monkeypatch)
     yield request.param
-    tuning.refresh()
-
-
-def force(path, monkeypatch):
-    def config_for(kernel, backend, dtype, device, *sizes):
-        if backend == "torch" or (path == "batched" and kernel != "interleave"):
-            return None
-        if kernel in ("fused", "chained"):
-            return {"fused": FUSED, "chained": CHAINED}[kernel] if path == kernel else None
-        if kernel == "bdmv" and path != "few":
-            return None
-        return tuning.lookup(kernel, torch.device("cpu"), dtype, *sizes)["config"]
-
-    monkeypatch.setattr(dispatch, "config_for", config_for)
     tuning.refresh()
 
 

@@ -85,3 +85,12 @@ def test_forward_mode_of_the_reference_is_right():
         lambda x: monarch_linear(x, w1, w2, in_features=10, out_features=33, backend="reference"), (x,), (x,)
     )
     torch.testing.assert_close(tangent, x @ dense_weight(w1, w2, "interleaved")[:33, :10].T)
+
+
+@by_layout
+def test_outputs_that_are_cut_are_contiguous(layout):
+    shape = make_shape((10, 33, 4, None), layout)
+    x, w1, w2, _ = make_operands(shape, torch.float64, bias=False, device="cpu")
+    for backend in ("reference", "torch"):
+        y = monarch_linear(x, w1, w2, out_features=33, in_features=10, layout=layout, backend=backend)
+        assert y.is_contiguous()

@@ -32,7 +32,8 @@ def test_tune_knows_every_kernel_that_has_a_table():
 def test_amd_options_are_for_rocm_only(monkeypatch, tmp_path):
     assert not any(tuning.AMD_OPTIONS & set(c) for k in KERNELS for c in space.candidates(k, False))
     assert any(tuning.AMD_OPTIONS & set(config) for config in space.candidates("bdmm", True))
-    write(monkeypatch, tmp_path, {"fused": {"configs": [{**ONE, "waves_per_eu": [2]}], "rocm": {}}})
+    entry = {"configs": [{**ONE, "waves_per_eu": [2]}], "rocm": {}, "knobs": []}
+    write(monkeypatch, tmp_path, {"fused": entry})
     with pytest.raises(ValueError, match="belong under rocm"):
         space.candidates("fused", False)
 
@@ -49,7 +50,7 @@ def write(monkeypatch, folder, entries):
 
 def test_rocm_replaces_values_and_adds_options(monkeypatch, tmp_path):
     rocm = {"num_stages": [2], "waves_per_eu": [0, 2]}
-    write(monkeypatch, tmp_path, {"fused": {"configs": [ONE], "rocm": rocm}})
+    write(monkeypatch, tmp_path, {"fused": {"configs": [ONE], "rocm": rocm, "knobs": []}})
     assert [c["BT"] for c in space.candidates("fused", False)] == [16, 32]
     assert space.candidates("fused", True)[-1] == {
         "BT": 32,
@@ -60,14 +61,37 @@ def test_rocm_replaces_values_and_adds_options(monkeypatch, tmp_path):
     assert len(space.candidates("fused", True)) == 4
 
 
+def test_options_are_tried_about_a_config(monkeypatch, tmp_path):
+    """All other values of a round, Triton's defaults left unsaid, and no `kpack` where there is none."""
+    knobs = [{"matrix_instr_nonkdim": [16, 32], "kpack": [1, 2]}, {"waves_per_eu": [0, 2]}]
+    write(monkeypatch, tmp_path, {"fused": {"configs": [ONE], "rocm": {}, "knobs": knobs}})
+    plain = {"BT": 16, "num_warps": 4, "num_stages": 1, "matrix_instr_nonkdim": 16}
+    assert space.rounds("fused") == 2
+    assert space.variants("fused", 0, plain, "gfx942") == [
+        plain | {"kpack": 2},
+        plain | {"matrix_instr_nonkdim": 32},
+        plain | {"matrix_instr_nonkdim": 32, "kpack": 2},
+    ]
+    assert space.variants("fused", 0, plain, "gfx950") == [plain | {"matrix_instr_nonkdim": 32}]
+    assert space.variants("fused", 1, plain, "gfx942") == [plain | {"waves_per_eu": 2}]
+
+
+@pytest.mark.parametrize("kernel", tuning.PARAMETERS)
+def test_every_round_of_options_suits_every_config(kernel):
+    for number in range(space.rounds(kernel)):
+        for config in space.candidates(kernel, True)[:3]:
+            assert space.variants(kernel, number, config, "gfx942")
+
+
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
         ({}, "no entry for the kernel 'fused'"),
         ({"fused": []}, "the entry of fused must be"),
         ({"fused": {"configs": [ONE]}}, "the entry of fused must be"),
-        ({"fused": {"configs": [{**ONE, "BT": [24]}], "rocm": {}}}, "BT must be a power of two"),
-        ({"fused": {"configs": [{"BT": [16]}], "rocm": {}}}, "num_warps"),
+        ({"fused": {"configs": [ONE], "rocm": {}}}, "the entry of fused must be"),
+        ({"fused": {"configs": [{**ONE, "BT": [24]}], "rocm": {}, "knobs": []}}, "BT must be a power of two"),
+        ({"fused": {"configs": [{"BT": [16]}], "rocm": {}, "knobs": []}}, "num_warps"),
     ],
 )
 def test_bad_entries_are_named(monkeypatch, tmp_path, entries, said):

@@ -55,11 +55,11 @@ def reach(lm, texts, linear, width, seed):
 def test_monarch_is_between_dense_layers_of_its_width_and_of_its_size(lm, texts):
     """Trained alike, for a third of the parameters it loses less than a dense model that small does.
 
-    Margins seen over seeds 0 to 2: dense is 0.079 to 0.099 below, the small dense one 0.040 to 0.055
-    above (width 36 has 31 thousand parameters in its blocks, Monarch 33, dense 98).
+    Margins seen over seeds 0 to 2: dense is 0.050 to 0.078 below, the small dense one 0.025 to 0.089
+    above (width 40 has 39 thousand parameters in its blocks, Monarch 37, dense 98).
     """
     dense, monarch, small = (
-        reach(lm, texts, *which, seed=0) for which in (("dense", 64), ("monarch", 64), ("dense", 36))
+        reach(lm, texts, *which, seed=0) for which in (("dense", 64), ("monarch", 64), ("dense", 40))
     )
-    assert dense < monarch - 0.04
-    assert monarch < small - 0.02
+    assert dense < monarch - 0.025
+    assert monarch < small - 0.012

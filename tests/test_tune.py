@@ -59,7 +59,8 @@ SPACE = {
 def folder(tmp_path, monkeypatch):
     """An empty cache of the user's, and a small search space."""
     file = tmp_path / "space.json"
-    file.write_text(json.dumps({kernel: {**entry, "rocm": {}} for kernel, entry in SPACE.items()}))
+    entries = {kernel: {**entry, "rocm": {}, "knobs": []} for kernel, entry in SPACE.items()}
+    file.write_text(json.dumps(entries))
     monkeypatch.setattr(space, "SPACE", file)
     monkeypatch.setenv("MONARCH_ROCM_CACHE_DIR", str(tmp_path / "cache"))
     space.candidates.cache_clear()
@@ -100,6 +101,27 @@ def test_the_fastest_config_wins_and_only_if_it_beats_its_rivals(clock):
     assert (found.time, found.rivals, found.skipped) == (48, {tune.PYTORCH: 100, tune.AUTO: 100}, 0)
     clock(lambda config: 48 if config is None else config["BI"] + config["BT"])
     assert not tune.search(task, torch.float32, device, 4).wins
+
+
+def test_compiler_options_are_tried_about_the_best_config_on_rocm_alone(clock, monkeypatch):
+    task = stage_task()
+    knobs = [{"matrix_instr_nonkdim": [16, 32], "kpack": [1, 2]}, {"waves_per_eu": [0, 2, 4]}]
+    entries = {"bdmm": {**SPACE["bdmm"], "rocm": {}, "knobs": knobs}}
+    space.SPACE.write_text(json.dumps(entries))
+
+    def price(config):
+        if config is None:
+            return 200
+        gain = {"matrix_instr_nonkdim": {32: 4}, "kpack": {2: 2}, "waves_per_eu": {2: 1}}
+        return config["BI"] + config["BT"] - sum(gain[name].get(config.get(name), 0) for name in gain)
+
+    clock(price)
+    plain = tune.search(task, torch.float32, device, 4)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    found = tune.search(task, torch.float32, device, 4)
+    options = {"matrix_instr_nonkdim": 32, "kpack": 2, "waves_per_eu": 2}
+    assert found.config == plain.config | options
+    assert found.time == plain.time - 7
 
 
 def test_operations_that_share_a_row_are_judged_by_their_sum(clock):

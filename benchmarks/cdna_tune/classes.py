@@ -72,17 +72,15 @@ def classes() -> Iterator[Class]:
 def candidates(each: Class) -> list[dict[str, int]]:
     """Configs of the search space that suit a class.
 
-    Left out, for a search of minutes: `waves_per_eu` of 2, which asks for no more registers than 0 does;
-    tiles that are much smaller or larger than the blocks; many waves on small tiles; more than half a
-    wave's registers full of results; large tiles of float32, and of `bdmv` all but 4 waves there; for few
-    tokens one stage and one wave, and for `bdmv` other numbers of stages than here.
+    Left out, for a search of minutes: tiles that are much smaller or larger than the blocks; many waves on
+    small tiles; more than half a wave's registers full of results; large tiles of float32, and of `bdmv`
+    all but 4 waves there; for few tokens one stage and one wave, and for `bdmv` other numbers of stages
+    than here.
     """
     return [config for config in space.candidates(each.kernel, rocm=True) if _suits(each, config)]
 
 
 def _suits(each: Class, config: dict[str, int]) -> bool:
-    if config.get("waves_per_eu"):
-        return False
     tiles = {"out": config.get("BO", config.get("BR")), "in": config.get("BI", config.get("BC"))}
     warps = config["num_warps"]
     if each.kernel == "interleave":

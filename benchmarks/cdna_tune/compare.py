@@ -9,16 +9,17 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "tests")]
 if __name__ == "__main__":  # not for tests, whose kernels run in the interpreter
     os.environ["TRITON_INTERPRET"] = "0"
 
 from cdna_tune import model, search
 from cdna_tune.classes import TOKENS, Class
-from cdna_tune.compiled import Job, compile_job
+from cdna_tune.compiled import Job, compile_job, count_job
 from monarch_rocm.codegen.layers import Layer
 from monarch_rocm.kernels import tuning
 
@@ -31,12 +32,13 @@ MARK = "<!-- modelled: benchmarks/cdna_tune/compare.py writes this table -->"
 
 
 def launch(kernel: str, layer: Layer, place: str, n_out: int, n_in: int) -> float:
-    """Microseconds of one launch of ours, with the shipped config."""
+    """Microseconds of one launch of ours, with the shipped config and its bank conflicts."""
     row = tuning.pick(tuning.table(kernel, ARCH)[1], 2, n_out, n_in, TOKENS)
     config = row["config"]
     on = model.chip(ARCH)
     each = Class(kernel, "bf16", None, None, n_out, n_in, (None,))
-    code = compile_job(Job(ARCH, layer, place, tuple(config.items())))
+    job = Job(ARCH, layer, place, tuple(config.items()))
+    code = replace(compile_job(job), conflicts=count_job(job).conflicts)
     return model.time(on, search.work(each, config, code, TOKENS, on, place)[0]).us
 
 

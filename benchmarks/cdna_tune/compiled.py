@@ -10,14 +10,14 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-from monarch_rocm.codegen import stored
 from monarch_rocm.codegen.compiling import compile_launch, start
 from monarch_rocm.codegen.layers import Launch, Layer, launches
 
@@ -49,12 +49,13 @@ class Code:
     vector_spills: int = 0
     scalar_spills: int = 0
     scratch: int = 0
+    registers: int = 0
     lds: int = 0
     waves: float = 0.0
     mfma: str = ""
     whole: dict[str, dict[str, int]] | None = None
     loop: dict[str, dict[str, int]] | None = None
-    conflicts: float = 1.0  # as the tests' interpreter counted, where it ran this very code
+    conflicts: float = 1.0  # as the tests' interpreter counted, where it ran this code
     failure: str = ""
 
     @property
@@ -107,10 +108,7 @@ def compile_job(job: Job) -> Code:
     except (FileNotFoundError, ValueError):
         pass
     code = _compile(job, launch)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(asdict(code)))
-    part.replace(file)  # whoever reads sees all of it or nothing
+    _write(file, code)
     return code
 
 
@@ -132,22 +130,68 @@ def _compile(job: Job, launch: Launch) -> Code:
         report.vector_spills,
         report.scalar_spills,
         report.scratch,
+        report.vgpr + report.agpr,
         report.lds,
         report.waves,
         next(iter(report.mfma), ""),
         part(report.whole),
         part(report.loop) if report.loop else None,
-        _conflicts().get(report.digest, 1.0),
     )
 
 
-@cache
-def _conflicts() -> dict[str, float]:
-    return {each.digest: each.conflicts for each in stored.executed().values()}
+@dataclass(frozen=True)
+class Counted:
+    """What the tests' interpreter counted in the first workgroup: instructions of a wave by class, clocks
+    of local memory and cache lines over the least; `failure` where it found the code wrong.
+    """
+
+    conflicts: float = 1.0
+    lines: float = 1.0
+    instructions: dict[str, float] | None = None
+    failure: str = ""
+
+
+def count_job(job: Job) -> Counted:
+    """From the disk where it is there."""
+    from cdna import counts
+
+    launch = launch_of(job)
+    key = key_of(job, launch)
+    file = CACHE / key[:2] / f"{key}.counted.json"
+    try:
+        return Counted(**json.loads(file.read_text()))
+    except (FileNotFoundError, ValueError):
+        pass
+    try:
+        counters = counts.run(launch, job.arch, workgroups=1)
+        waves = dict(job.config)["num_warps"]
+        instructions = {name: count / waves for name, count in counters.instructions.items()}
+        found = Counted(counters.conflict_factor(), counters.line_factor(), instructions)
+    except Exception as error:  # whatever the interpreter raises: the candidate is none
+        found = Counted(failure=f"{type(error).__name__}: {error}"[:300])
+    _write(file, found)
+    return found
+
+
+def _write(file: Path, found: Code | Counted) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(asdict(found)))
+    part.replace(file)  # whoever reads sees all of it or nothing
 
 
 def compile_all(jobs: Iterable[Job], processes: int) -> Iterator[tuple[Job, Code]]:
     """Each job once, in order."""
+    yield from _all(compile_job, jobs, processes)
+
+
+def count_all(jobs: Iterable[Job], processes: int) -> Iterator[tuple[Job, Counted]]:
+    """Likewise."""
+    yield from _all(count_job, jobs, processes)
+
+
+def _all(function: Callable[[Job], Any], jobs: Iterable[Job], processes: int) -> Iterator[tuple[Job, Any]]:
     unique = list(dict.fromkeys(jobs))
-    with ProcessPoolExecutor(processes, get_context("spawn"), start) as pool:
-        yield from zip(unique, pool.map(compile_job, unique, chunksize=4), strict=True)
+    if unique:
+        with ProcessPoolExecutor(processes, get_context("spawn"), start) as pool:
+            yield from zip(unique, pool.map(function, unique), strict=True)

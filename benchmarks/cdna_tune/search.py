@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from cdna_tune import model
 from cdna_tune.classes import FEATURES, NO_LIMIT, TOKENS, Class, Place, candidates, must_compile, ranked_by
-from cdna_tune.compiled import Code, Job, compile_all
+from cdna_tune.compiled import Code, Job, compile_all, count_all
 from cdna_tune.model import Part, Work
+from monarch_rocm.kernels import space, tuning
 
 Config = dict[str, int]
 Compile = Callable[[list[Job]], dict[Job, Code]]
 MIN_STEPS = 4
-FINALISTS = 4
+FINALISTS = 2
+MARGIN = (
+    1.05  # by how much a config must be better: on the H200 the model's choice was 3 and 12 % off the best
+)
 # Accesses of local memory of less than 4 bytes a lane count so much more: each is an instruction with an
 # address and a place in a register of its own, whose cost beside matrix instructions is not modelled.
 NARROW = 1.25
@@ -202,16 +208,113 @@ def tokens_of(each: Class, bucket: int | None) -> int:
     return bucket or (16 if each.kernel == "bdmv" else TOKENS)
 
 
-def finalists(
-    arch: str, each: Class, bucket: int | None, ranked: list[tuple[float, Config]], codes: dict[Job, Code]
-) -> list[tuple[float, Config]]:
-    """The first few in the order of all launches that rank, then the rest as they were."""
-    places = [(place, False) for place in ranked_by(each)]
-    again = []
-    for _, config in ranked[:FINALISTS]:
-        compiled = [codes[job] for job in jobs_of(arch, each, config, places)]
-        again.append((microseconds(arch, each, config, compiled, tokens_of(each, bucket)), config))
-    return sorted(again, key=_order) + ranked[FINALISTS:]
+@dataclass
+class Row:
+    """A row that is searched: candidates in the order of the model, and what the table has now."""
+
+    each: Class
+    bucket: int | None
+    ranked: list[tuple[float, Config]]
+    present: Config | None
+    knobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def head(self) -> list[Config]:
+        """The first few, and the present one wherever it ranks."""
+        first = [config for _, config in self.ranked[:FINALISTS]]
+        return first if self.present is None or self.present in first else [*first, self.present]
+
+    @property
+    def tokens(self) -> int:
+        return tokens_of(self.each, self.bucket)
+
+
+class Codes:
+    """Code of jobs, and bank conflicts where they were asked for; compiled and executed once."""
+
+    def __init__(self, arch: str, processes: int):
+        self.arch, self.processes = arch, processes
+        self.known: dict[Job, Code] = {}
+        self.counted: set[Job] = set()
+
+    def compile(self, jobs: Iterable[Job]) -> dict[Job, Code]:
+        jobs = list(jobs)
+        missing = [job for job in jobs if job not in self.known]
+        self.known.update(compile_all(missing, self.processes))
+        return {job: self.known[job] for job in jobs}
+
+    def count(self, jobs: Iterable[Job]) -> None:
+        """Let their code have the conflicts that the interpreter counts; what it finds wrong fails."""
+        missing = [job for job in jobs if job not in self.counted and usable(self.known[job])]
+        for job, found in count_all(missing, self.processes):
+            code = self.known[job]
+            self.known[job] = replace(code, conflicts=found.conflicts, failure=found.failure)
+            self.counted.add(job)
+
+    def microseconds(self, row: Row, config: Config, launches: int | None = None) -> float:
+        """Mean of the launches that rank, or of the first of them."""
+        places = [(place, False) for place in ranked_by(row.each)[:launches]]
+        codes = [self.known[job] for job in jobs_of(self.arch, row.each, config, places)]
+        return microseconds(self.arch, row.each, config, codes, row.tokens)
+
+
+def ranking_jobs(arch: str, row: Row, configs: Iterable[Config]) -> list[Job]:
+    places = [(place, False) for place in ranked_by(row.each)]
+    return [job for config in configs for job in jobs_of(arch, row.each, config, places)]
+
+
+def reorder(row: Row, codes: Codes) -> None:
+    """Put the first few in the order of all launches that rank, with bank conflicts counted."""
+    head = row.head
+    rest = [pair for pair in row.ranked if pair[1] not in head]
+    row.ranked = sorted(((codes.microseconds(row, config), config) for config in head), key=_order) + rest
+
+
+def turn_knobs(rows: Sequence[Row], codes: Codes, number: int) -> None:
+    """Try the compiler options of a round about the best config of each row.
+
+    What the first launch that ranks finds better by `MARGIN` competes on all, with conflicts counted.
+    """
+    arch = codes.arch
+    tried = {}
+    for i, row in enumerate(rows):
+        if row.ranked and number < space.rounds(row.each.kernel):
+            tried[i] = space.variants(row.each.kernel, number, row.ranked[0][1], arch)
+    first = [
+        job
+        for i, others in tried.items()
+        for config in others
+        for job in jobs_of(arch, rows[i].each, config, [(ranked_by(rows[i].each)[0], False)])
+    ]
+    codes.compile(first)
+    better: dict[int, list[Config]] = {}
+    for i, others in tried.items():
+        row, base = rows[i], rows[i].ranked[0][1]
+        plain = codes.microseconds(row, base, 1)
+        for config in others:
+            (job,) = jobs_of(arch, row.each, config, [(ranked_by(row.each)[0], False)])
+            (same,) = jobs_of(arch, row.each, base, [(ranked_by(row.each)[0], False)])
+            if job not in codes.counted and usable(codes.known[job]):
+                # Till it is counted, an option is taken to leave the conflicts as they are.
+                codes.known[job] = replace(codes.known[job], conflicts=codes.known[same].conflicts)
+            us, code = codes.microseconds(row, config, 1), codes.known[job]
+            row.knobs.append(
+                {
+                    "options": {name: value for name, value in config.items() if base.get(name) != value},
+                    "over": round(us / plain, 3) if us < float("inf") else None,
+                    "waves": [codes.known[same].waves, code.waves],
+                    "registers": [codes.known[same].registers, code.registers],
+                    "spills": code.vector_spills,
+                }
+            )
+            if us * MARGIN <= plain:
+                better.setdefault(i, []).append(config)
+    jobs = [job for i, others in better.items() for job in ranking_jobs(arch, rows[i], others)]
+    codes.compile(jobs)
+    codes.count(jobs)
+    for i, others in better.items():
+        found = [(codes.microseconds(rows[i], config), config) for config in others]
+        rows[i].ranked = sorted([*found, *rows[i].ranked], key=_order)
 
 
 def winner(
@@ -256,79 +359,93 @@ def dump(table: dict[str, list[dict]]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def tune(arch: str, chosen: Sequence[Class], processes: int, say: Callable[[str], None]) -> list[dict]:
-    """A record for each class and bucket: limits, config, modelled time, and the runner-up's."""
-    ranked_jobs = [
+def tune(
+    arch: str,
+    chosen: Sequence[Class],
+    present: Sequence[dict],
+    processes: int,
+    say: Callable[[str], None],
+) -> list[dict]:
+    """A record for each class and bucket: limits, config, modelled time.
+
+    `present` are the records of the tables as they are: a config stays where no other is better by
+    `MARGIN`, since each that changes has to be executed anew.
+    """
+    codes = Codes(arch, processes)
+    places = [
         job
         for each in chosen
         for config in distinct(each)
         for job in jobs_of(arch, each, config, [(place, False) for place in ranked_by(each)[:1]])
     ]
-    say(f"{arch}: {len(ranked_jobs)} launches of candidates")
-    codes = dict(compile_all(ranked_jobs, processes))
-    records = []
-    known: dict[Job, Code] = dict(codes)
-    pending = []
+    say(f"{arch}: {len(places)} launches of candidates")
+    codes.compile(places)
+    now = {identity(record): plain(record["config"]) for record in present}
+    rows = []
     for each in chosen:
         for bucket in each.buckets:
-            pending.append((each, bucket, ranking(arch, each, bucket, codes)))
-    few = [
+            key = identity({"kernel": each.kernel, "dtype": each.dtype, "max": each.limits(bucket)})
+            rows.append(Row(each, bucket, ranking(arch, each, bucket, codes.known), now.get(key)))
+    few = [job for row in rows for job in ranking_jobs(arch, row, row.head)]
+    say(f"{arch}: {len(set(few))} launches of finalists")
+    codes.compile(few)
+    codes.count(few)
+    for row in rows:
+        reorder(row, codes)
+    for number in range(max(space.rounds(each.kernel) for each in chosen)):
+        turn_knobs(rows, codes, number)
+        say(f"{arch}: options, round {number + 1}")
+    # Those that would change their rows are checked together, so that all processes have work.
+    codes.compile(
         job
-        for each, _, ranked in pending
-        for _, config in ranked[:FINALISTS]
-        for job in jobs_of(arch, each, config, [(place, False) for place in ranked_by(each)])
-    ]
-    say(f"{arch}: {len(set(few) - set(known))} launches of finalists")
-    known.update(compile_all(few, processes))
-    pending = [
-        (each, bucket, finalists(arch, each, bucket, ranked, known)) for each, bucket, ranked in pending
-    ]
-    # The first of each are checked together, so that all processes have work.
-    first = [
-        job
-        for each, _, ranked in pending
-        for _, config in ranked[:1]
-        for job in jobs_of(arch, each, config, must_compile(each))
-    ]
-    say(f"{arch}: {len(set(first))} launches to check winners")
-    known.update(compile_all(first, processes))
-
-    def compile_jobs(jobs: list[Job]) -> dict[Job, Code]:
-        missing = [job for job in jobs if job not in known]
-        if missing:
-            known.update(compile_all(missing, min(processes, len(missing))))
-        return {job: known[job] for job in jobs}
-
-    for each, bucket, ranked in pending:
-        us, config = winner(arch, each, ranked, compile_jobs)
-        records.append(
-            {
-                "kernel": each.kernel,
-                "dtype": each.dtype,
-                "max": each.limits(bucket),
-                "stands": [each.n_out, each.n_in],
-                "config": config,
-                "us": round(us, 2),
-                "candidates": len(ranked),
-                "rank": [pair[1] for pair in ranked].index(config) + 1,
-            }
-        )
-    return records
+        for row in rows
+        if not stays(row, row.ranked[0][0], codes)
+        for job in jobs_of(arch, row.each, row.ranked[0][1], must_compile(row.each))
+    )
+    return [record_of(row, codes) for row in rows]
 
 
-def inherited(records: Sequence[dict], source: str, arch: str) -> list[dict]:
-    """Float32's rows of another architecture: all have the same matrix instructions for it at the same
-    rate, so that a search of each would cost minutes for little. The codegen gate compiles them.
-    """
-    found = []
-    for record in records:
-        if record["dtype"] == "fp32":
-            config = dict(record["config"])
-            if "PROGRAMS" in config:
-                config["PROGRAMS"] = config["PROGRAMS"] // model.chip(source).units * model.chip(arch).units
-            kept = {name: record[name] for name in ("kernel", "dtype", "max", "stands")}
-            found.append(kept | {"config": config, "from": source})
-    return found
+def identity(record: dict) -> str:
+    """What a row of a table is known by."""
+    return json.dumps([record["kernel"], record["dtype"], sorted(record["max"].items())])
+
+
+def plain(config: Config) -> Config:
+    """Without what is Triton's default anyway."""
+    return {name: value for name, value in config.items() if space.PLAIN.get(name) != value}
+
+
+def stays(row: Row, us: float, codes: Codes) -> bool:
+    """Whether the table's present config is as good as one of that time."""
+    return row.present is not None and codes.microseconds(row, row.present) < MARGIN * us
+
+
+def record_of(row: Row, codes: Codes) -> dict:
+    """As the results keep it."""
+    us, config = row.ranked[0]
+    if not stays(row, us, codes):
+        us, config = winner(codes.arch, row.each, row.ranked, codes.compile)
+    if stays(row, us, codes):
+        us, config = codes.microseconds(row, row.present), row.present
+    else:
+        codes.count(ranking_jobs(codes.arch, row, [config]))
+    found = {
+        "kernel": row.each.kernel,
+        "dtype": row.each.dtype,
+        "max": row.each.limits(row.bucket),
+        "stands": [row.each.n_out, row.each.n_in],
+        "config": config,
+        "us": round(us, 2),
+        "conflicts": [
+            round(codes.known[job].conflicts, 2) for job in ranking_jobs(codes.arch, row, [config])
+        ],
+        "candidates": len(row.ranked),
+        "rank": [pair[1] for pair in row.ranked].index(config) + 1,
+    }
+    if row.present is not None and row.present != config:
+        before = codes.microseconds(row, row.present)
+        found |= {"before": row.present, "us_before": round(before, 2) if before < float("inf") else None}
+    return found | ({"knobs": row.knobs} if row.knobs else {})
 
 
 def wins(kernel: str, limits: dict[str, int], dtype: str) -> bool:
@@ -339,17 +456,21 @@ def wins(kernel: str, limits: dict[str, int], dtype: str) -> bool:
 
 
 def tables(records: Sequence[dict]) -> dict[str, dict[str, list[dict]]]:
-    """Rows by kernel and bytes of a number; classes come in the order of rows, buckets within."""
+    """Rows by kernel and bytes of a number; classes come in the order of rows, buckets within.
+
+    Where the last does not serve every shape, the default table's last does.
+    """
     found: dict[str, dict[str, list[dict]]] = {}
     for record in records:
         rows = found.setdefault(record["kernel"], {"2": [], "4": []})
-        # Triton's own default, which a table need not repeat.
-        config = {
-            name: value for name, value in record["config"].items() if (name, value) != ("waves_per_eu", 0)
-        }
+        config = plain(record["config"])
         won = wins(record["kernel"], record["max"], record["dtype"])
         itemsize = "4" if record["dtype"] == "fp32" else "2"
         rows[itemsize].append({"max": record["max"], "config": config, "wins": won})
+    for kernel, table in found.items():
+        for itemsize, rows in table.items():
+            if not rows or rows[-1]["max"]:
+                rows.append(tuning.table(kernel, "default")[1][itemsize][-1])
     return {
         kernel: {itemsize: tidy(rows) for itemsize, rows in table.items()} for kernel, table in found.items()
     }

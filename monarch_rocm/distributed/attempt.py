@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rocm.distributed.judge import Cause, Evidence, Failure
+from monarch_rocm.distributed.mark import MarkOf
+from monarch_rocm.distributed.outbox import EVERY
 
 GRACE_HERE, GRACE_AWAY = 1.0, 20.0  # seconds in which the end of a process shows, here and on other hosts
 
 LOOK = 0.05  # seconds between looks at processes
+
+LAST_WORDS = 2 * EVERY  # seconds that records of the steps before a failure are waited for
 
 
 class Attempt:
@@ -34,6 +38,7 @@ class Attempt:
         self._supervisor, self._here = supervisor, here
         self._pids: dict[int, int] = {}
         self._places: dict[int, tuple[str, str, str]] = {}
+        self._marks: dict[int, MarkOf] = {}
         self._port = 0
         self.seen: set[int] = set()  # whose processes are there
         self._ready: set[int] = set()
@@ -71,7 +76,9 @@ class Attempt:
             self._heard[rank] = time.monotonic()
         if kind == "hello":
             self.seen.add(rank)
-            self._pids[rank], self._places[rank], port = words
+            self._pids[rank], self._places[rank], port, mark = words
+            if self._places[rank] == self._here:
+                self._marks[rank] = MarkOf(self._pids[rank], mark)
             if rank == 0:
                 self._port = port
         elif kind == "ready":
@@ -88,12 +95,13 @@ class Attempt:
             if rank == 0:
                 self.passed_over = passed_over
             self._started.add(rank)
-            self.evidence.phases[rank] = "train"
-            self.evidence.steps[rank] = words[0]
-        elif kind == "step":
-            step, metrics, seconds = words
-            self.records.setdefault(step, {})[rank] = metrics, seconds
-            self.evidence.steps[rank] = step + 1
+            if self.first_step is not None:  # scripts tell of no steps
+                self.evidence.phases[rank] = "train"
+                self.evidence.steps[rank] = self.first_step
+        elif kind == "steps":
+            for step, metrics, seconds in words[0]:
+                self.records.setdefault(step, {})[rank] = metrics, seconds
+                self.evidence.steps[rank] = step + 1
             self._stepped.add(rank)
             self.evidence.stacks.pop(rank, None)
         elif kind == "stack":
@@ -134,10 +142,10 @@ class Attempt:
                 if self._places[rank] == self._here and rank not in self.done and not _alive(pid):
                     self.evidence.dead.setdefault(rank, f"its process {pid} is gone")
         if self.evidence.dead or self.evidence.failures:
-            known = self.evidence.known()
-            if known is not None:
-                return known
             self._failed_at = self._failed_at or now
+            known = self._known()
+            if known is not None:
+                return known if self._all_told(known) or now - self._failed_at > LAST_WORDS else None
             if now - self._failed_at > (GRACE_HERE if self.local else GRACE_AWAY):
                 return self.evidence.best()
             return None
@@ -146,6 +154,21 @@ class Attempt:
             if late:
                 return self.evidence.hang(late, limit)
         return None
+
+    def _known(self) -> Cause | None:
+        for rank in self.evidence.dead.keys() & self._marks.keys():
+            step = self._marks[rank].step()
+            if step is not None:
+                self.evidence.steps[rank] = step
+        return self.evidence.known()
+
+    def _all_told(self, cause: Cause) -> bool:
+        """Whether no rank has more to tell of the steps before a failure."""
+        if cause.step is None:
+            return True
+        silent = self.evidence.dead.keys() | {f.rank for f in self.evidence.failures} | self.done
+        others = set(range(self.ranks)) - silent
+        return all(self.evidence.steps.get(rank, 0) >= cause.step for rank in others)
 
     def renew(self) -> None:
         """Let the processes go on; without this, those on other machines end after a while."""

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,9 @@ class TensorBoard:
         self._writer.close()  # type: ignore[no-untyped-call]
 
 
+PACE_S = 5.0  # seconds over which the pace is taken: records come in batches
+
+
 class Dashboard:
     """A live table: a row a rank, its step, metrics and speed, and the restarts below."""
 
@@ -132,18 +136,26 @@ class Dashboard:
         self._ranks, self._steps = ranks, steps
         self._last: Record | None = None
         self._restarts: list[Restarted] = []
-        self._pace: float | None = None  # seconds a step, smoothed
-        self._at = 0.0
+        self._arrived: deque[tuple[float, int]] = deque()  # (when, step), of the last seconds
         self._live = Live(console=console, get_renderable=self.table, refresh_per_second=4)
         self._live.start()
 
     def record(self, record: Record) -> None:
         """Show a step."""
         now = time.monotonic()
-        if self._last is not None and record.step == self._last.step + 1:
-            seconds = now - self._at
-            self._pace = seconds if self._pace is None else 0.9 * self._pace + 0.1 * seconds
-        self._last, self._at = record, now
+        if self._last is None or record.step != self._last.step + 1:
+            self._arrived.clear()
+        self._last = record
+        self._arrived.append((now, record.step))
+        while len(self._arrived) > 2 and now - self._arrived[0][0] > PACE_S:
+            self._arrived.popleft()
+
+    def pace(self) -> float | None:
+        """Seconds a step, checkpoints and all; None before there is a second step."""
+        if len(self._arrived) < 2:
+            return None
+        (began, first), (ended, last) = self._arrived[0], self._arrived[-1]
+        return (ended - began) / (last - first)
 
     def restarted(self, restart: Restarted) -> None:
         """Show a restart."""
@@ -155,17 +167,17 @@ class Dashboard:
 
     def table(self) -> Table:
         """What is shown."""
-        last = self._last
+        last, pace = self._last, self.pace()
         table = Table(title="starting" if last is None else f"step {last.step + 1} of {self._steps}")
         names = [] if last is None else [n for n, v in last.metrics.items() if isinstance(v, (int, float))]
         for column in ("rank", *names, "ms/step", *(["tokens/s"] if "tokens" in names else [])):
             table.add_column(column, justify="right")
         for rank, metrics in enumerate(last.per_rank if last else ()):
             cells = [f"{metrics.get(name, ''):.6g}" if name in metrics else "" for name in names]
-            cells.append("" if self._pace is None else f"{1e3 * self._pace:.1f}")
+            cells.append("" if pace is None else f"{1e3 * pace:.1f}")
             if "tokens" in names:
                 tokens = metrics.get("tokens")
-                cells.append(f"{tokens / self._pace:,.0f}" if tokens and self._pace else "")
+                cells.append(f"{tokens / pace:,.0f}" if tokens and pace else "")
             table.add_row(str(rank), *cells)
         if self._restarts:
             lines = [f"restart {i}: {r.cause} ({r.seconds:.1f} s)" for i, r in enumerate(self._restarts, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import runpy
@@ -18,8 +19,12 @@ import torch.distributed as dist
 
 from monarch_rocm.distributed.checkpoints import Checkpoints
 from monarch_rocm.distributed.judge import Failure
+from monarch_rocm.distributed.mark import Mark
+from monarch_rocm.distributed.outbox import Outbox
 
 Send = Callable[[tuple[Any, ...]], None]
+
+LAST_WORDS_S = 1.0  # how long a worker that has failed waits for the metrics that a GPU still computes
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Training:
             if loaded is not None:
                 first, extra = loaded
                 _give(trainer, extra)
-        teller.tell("start", first, passed_over)
+        teller.start(first, passed_over)
         for step in range(first, self.steps):
             teller.step(step)
             teller.metrics(step, trainer.train_step(step))
@@ -127,7 +132,7 @@ class Script:
 
     def __call__(self, seat: Seat, teller: Teller) -> None:
         teller.phase("script")
-        teller.tell("start", 0, [])
+        teller.tell("start", None, [])
         module = self.argv[0] == "-m"
         sys.argv = list(self.argv[module:])
         if not module:
@@ -143,28 +148,41 @@ class Script:
 
 
 class Teller:
-    """Sends a worker's words to the controller, and where it stands if it stands still."""
+    """Sends a worker's words to the controller, and where it stands if it stands still.
 
-    def __init__(self, rank: int, attempt: int, send: Send, stall_s: float) -> None:
-        self._send, self._rank, self._attempt = send, rank, attempt
+    Metrics are sent in batches. Every other word takes along what waits, so that whatever is told of a
+    checkpoint, an error or the end comes after all steps before it.
+    """
+
+    def __init__(self, rank: int, attempt: int, send: Send, stall_s: float, mark: Mark) -> None:
+        self._send, self._rank, self._attempt, self._mark = send, rank, attempt, mark
         self._phase = "start"
         self._step: int | None = None
-        self._pending: tuple[int, dict[str, Any], float, Any] | None = None
         self._moved = self._began = time.monotonic()
         self._stall_s, self._thread = stall_s, threading.get_ident()
         self._ended = threading.Event()
+        self._outbox = Outbox(lambda told: self._say("steps", told))
         if stall_s != float("inf"):
             threading.Thread(target=self._watch, daemon=True, name="monarch-rocm-watch").start()
+
+    def _say(self, kind: str, *words: Any) -> None:
+        self._send((kind, self._attempt, self._rank, *words))
 
     def tell(self, kind: str, *words: Any) -> None:
         """Send a message, and count it as progress."""
         self._moved = time.monotonic()
-        self._send((kind, self._attempt, self._rank, *words))
+        self._outbox.flush()
+        self._say(kind, *words)
 
     def phase(self, name: str) -> None:
         """Enter a phase."""
         self._phase, self._step = name, None
         self.tell("phase", name)
+
+    def start(self, first: int, passed_over: list[str]) -> None:
+        """Say that all is loaded, and where training goes on."""
+        self._mark.set(first)
+        self.tell("start", first, passed_over)
 
     def step(self, step: int) -> None:
         """Enter a step."""
@@ -172,37 +190,22 @@ class Teller:
         self._moved = self._began = time.monotonic()
 
     def metrics(self, step: int, metrics: Any) -> None:
-        """Send a step's metrics; those that a GPU still computes, when the next step is under way."""
+        """End a step; its metrics are sent soon."""
         if not isinstance(metrics, dict):
             raise TypeError(f"train_step must return a dict of metrics, not a {type(metrics).__name__}")
-        seconds = time.monotonic() - self._began
-        event = None
-        if any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in metrics.values()):
-            metrics = {k: _fetch(v) if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
-            event = torch.cuda.Event()
-            event.record()
-        self.flush()
-        self._pending = step, metrics, seconds, event
-        if event is None:
-            self.flush()
+        self._moved = time.monotonic()
+        self._outbox.put(step, metrics, self._moved - self._began)
+        self._mark.set(step + 1)
 
     def flush(self) -> None:
-        """Send what waits for a GPU."""
-        if self._pending is None:
-            return
-        step, metrics, seconds, event = self._pending
-        self._pending = None
-        if event is not None:
-            event.synchronize()
-        self.tell("step", step, {k: _number(k, v) for k, v in metrics.items()}, seconds)
+        """Send all metrics that wait."""
+        self._outbox.flush()
 
     def failed(self, error: BaseException) -> None:
         """Send an exception."""
-        try:
-            self.flush()
-        except Exception:  # the GPU that would have the metrics may be what failed
-            self._pending = None
-        self.tell("failed", failure(self._rank, self._phase, self._step, error))
+        with contextlib.suppress(Exception):  # the GPU that would have the metrics may be what failed
+            self._outbox.flush(LAST_WORDS_S)
+        self._say("failed", failure(self._rank, self._phase, self._step, error))
 
     def done(self) -> None:
         """Say that all went well."""
@@ -211,6 +214,7 @@ class Teller:
     def stop(self) -> None:
         """Watch no longer."""
         self._ended.set()
+        self._outbox.close()
 
     def _watch(self) -> None:
         told = 0.0
@@ -220,7 +224,7 @@ class Teller:
                 told = moved
                 frame = sys._current_frames().get(self._thread)
                 stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-                self._send(("stack", self._attempt, self._rank, stack))
+                self._say("stack", stack)
 
 
 def failure(rank: int, phase: str, step: int | None, error: BaseException) -> Failure:
@@ -229,23 +233,9 @@ def failure(rank: int, phase: str, step: int | None, error: BaseException) -> Fa
     return Failure(rank, phase, step, f"{type(error).__name__}: {error}", text)
 
 
-def _fetch(value: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, which a GPU fills in its own time."""
-    value = value.detach()
-    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-
-
-def _number(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise TypeError(f"metric {name!r} must be one number, but it is a tensor {tuple(value.shape)}")
-        return value.item()
-    return value
-
-
-def work(job: Training | Script, seat: Seat, attempt: int, send: Send) -> None:
+def work(job: Training | Script, seat: Seat, attempt: int, send: Send, mark: Mark) -> None:
     """Do a job and tell how it went; nothing is raised."""
-    teller = Teller(seat.rank, attempt, send, job.stall_s)
+    teller = Teller(seat.rank, attempt, send, job.stall_s, mark)
     try:
         os.environ.update(seat.environment())
         if seat.local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:

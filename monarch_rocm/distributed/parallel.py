@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -98,8 +98,8 @@ def parallelize(
         replicate_rest(model, tensor)
     for unit in _units(model):
         if activation_checkpointing:
-            _recompute(unit)
-        if compile:
+            _recompute(unit, compile)
+        elif compile:
             unit.compile()
     if "fsdp" in mode:
         data = mesh if mesh.ndim == 1 else mesh[_names(mesh)[0]]
@@ -167,12 +167,19 @@ def _units(model: nn.Module) -> list[nn.Module]:
 class _Checkpointed:
     """Mixed into a module's class: its forward keeps its inputs alone and runs again in the backward pass."""
 
+    _compiled: Callable[..., Any] | None = None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)  # type: ignore[misc]
+        once = self._compiled or super().forward  # type: ignore[misc]
+        return checkpoint(once, *args, use_reentrant=False, **kwargs)
 
 
-def _recompute(module: nn.Module) -> None:
+def _recompute(module: nn.Module, compile: bool) -> None:
     cls = type(module)
+    if compile:
+        # What runs again, and not the running again: there the compiler would refuse replicated parameters
+        # that are plain while a forward runs (`replicated`), and leave all uncompiled without a word.
+        module._compiled = torch.compile(module.forward)  # type: ignore[assignment]
     module.__class__ = type(cls.__name__, (_Checkpointed, cls), {"__module__": cls.__module__})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -167,19 +168,25 @@ class Run:
         self._raise()
 
     async def __aiter__(self) -> AsyncIterator[Record]:
+        taken: list[Any] = []
         try:
-            while (item := await asyncio.to_thread(self._take)) is not _END:
-                if item is not None:
-                    yield item
+            while not (taken and taken[-1] is _END):
+                taken = await asyncio.to_thread(self._take)
+                for item in taken:
+                    if item is not _END:
+                        yield item
         finally:
             await asyncio.to_thread(self.close)
         self._raise()
 
-    def _take(self) -> Any:
-        try:
-            return self._queue.get(timeout=0.2)  # so that a cancelled task leaves no thread behind
-        except queue.Empty:
-            return None
+    def _take(self) -> list[Any]:
+        """All that has come; a call costs a change of threads, and records come many at a time."""
+        taken: list[Any] = []
+        with contextlib.suppress(queue.Empty):
+            taken.append(self._queue.get(timeout=0.2))  # so that a cancelled task leaves no thread behind
+            while taken[-1] is not _END:
+                taken.append(self._queue.get_nowait())
+        return taken
 
     def wait(self) -> Result:
         """Run to the end; returns the result."""

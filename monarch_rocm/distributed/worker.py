@@ -16,6 +16,7 @@ from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import Actor, HostMesh, current_rank, current_size, endpoint
 
 from monarch_rocm.distributed import loop
+from monarch_rocm.distributed.mark import Mark
 
 
 def whereabouts() -> tuple[str, str, str]:
@@ -91,7 +92,8 @@ class Worker(Actor):
     def ready(self, attempt: int, port: Any, job: bytes) -> None:
         """Say where this process is, and import what the job needs."""
         rank = current_rank().rank
-        port.send(("hello", attempt, rank, os.getpid(), whereabouts(), _free_port()))
+        self._mark = Mark()
+        port.send(("hello", attempt, rank, os.getpid(), whereabouts(), _free_port(), self._mark.file))
         try:
             if attempt:  # so that a standby need not import at a restart what optimizers and DDP use
                 import torch._dynamo  # noqa: F401
@@ -111,7 +113,7 @@ class Worker(Actor):
         for size in sizes.values():
             ranks *= size
         seat = loop.Seat(point.rank, ranks, point.rank % local, local, address, number)
-        loop.work(self._job, seat, attempt, port.send)
+        loop.work(self._job, seat, attempt, port.send, self._mark)
 
 
 class Supervisor(Actor):

@@ -2,12 +2,17 @@
 
 `python -m cdna.census FOLDER` writes `cdna.csv`, a row a run, and `cdna.json`, the sums and how many faults
 put in on purpose were seen, and fails where one run does. Nothing runs on AMD hardware.
+
+With `--changed` it runs only whole layers and the configs that FOLDER's census does not hold, and keeps the
+other runs: for tables that were tuned anew. It refuses where kernels, interpreter, Triton or torch differ.
+With `--only` too, what is not named stays as the file has it, whole layers among it.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import os
 import sys
@@ -21,6 +26,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: launches are 
 import torch
 
 from cdna import cases, layers, mutations
+from monarch_rocm.kernels import tuning
 
 COLUMNS = (
     *("kernel", "row", "dtype", "arch", "addressing", "right", "error_over_allowed", "instructions_used"),
@@ -37,9 +43,60 @@ COLUMNS = (
 )
 
 
+FOLDER = Path(__file__).parent
+KERNELS = ("bdmm", "bdmm_wgrad", "bdmv", "chained", "fused", "interleave", "launch", "order", "tuning")
+
+
+def sources() -> str:
+    """A digest of all that decides how a case runs, but for tables of configs."""
+    kernels = Path(tuning.__file__).parent
+    files = [kernels / f"{name}.py" for name in KERNELS]
+    files += [kernels.resolve().parent / "monarch_rocm" / "hidden.py", FOLDER.parent / "support.py"]
+    files += [
+        file
+        for file in sorted(FOLDER.glob("*.py"))
+        if not file.name.startswith("test_") and file.name not in ("census.py", "counts.py", "layers.py")
+    ]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def identity(row: dict[str, Any]) -> tuple[str, ...]:
+    """What a case is known by; a row of the file has the same."""
+    names = ("kernel", "row", "dtype", "arch", "addressing", "what")
+    return tuple(str(row.get(name, "")) for name in names)
+
+
+def kept_runs(folder: Path, head: dict[str, Any]) -> tuple[dict[tuple[str, ...], dict[str, Any]], list]:
+    """Right runs of the folder's census by their identity, and its faults."""
+    before = json.loads((folder / "cdna.json").read_text())
+    for name, value in head.items():
+        if before.get(name) != value:
+            raise SystemExit(f"{folder} has a census of {name} {before.get(name)}, not {value}: run all")
+    with open(folder / "cdna.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["right"] == "True"]
+    found = {}
+    for row in rows:
+        key = identity(row)
+        row |= {name: int(row[name]) for name in ("vector_spills", "scalar_spills")}
+        row |= {"right": True, "error_over_allowed": float(row["error_over_allowed"])}
+        if row["kernel"] == "layer":
+            del row["row"]  # which `summary` takes for the number of a config
+        found[key] = row
+    return found, before["faults"]
+
+
+def start_of(case: cases.Case | layers.Layer) -> dict[str, Any]:
+    row = {"arch": case.arch, "addressing": case.addressing, "dtype": str(case.dtype)[6:]}
+    if isinstance(case, layers.Layer):
+        return row | {"kernel": "layer", "what": str(case)}
+    return row | {"kernel": case.kernel, "row": case.row, "what": json.dumps(case.config)}
+
+
 def run_case(case: cases.Case) -> dict[str, Any]:
-    row = {"kernel": case.kernel, "row": case.row, "arch": case.arch, "addressing": case.addressing}
-    row |= {"dtype": str(case.dtype)[6:], "what": json.dumps(case.config)}
+    row = start_of(case)
     try:
         found = cases.try_case(case, detailed=True)
     except Exception as error:
@@ -61,8 +118,7 @@ def run_case(case: cases.Case) -> dict[str, Any]:
 
 
 def run_layer(case: layers.Layer) -> dict[str, Any]:
-    row = {"kernel": "layer", "arch": case.arch, "addressing": case.addressing, "what": str(case)}
-    row |= {"dtype": str(case.dtype)[6:]}
+    row = start_of(case)
     try:
         found = layers.try_layer(case)
     except Exception as error:
@@ -114,14 +170,29 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--changed", action="store_true", help="keep the runs of what is as it was")
     arguments = parser.parse_args()
-    chosen = [case for case in [*cases.every_case(), *layers.every_layer()] if arguments.only in str(case)]
-    rows = []
+    head = {"triton": triton.__version__, "torch": torch.__version__.partition("+")[0], "sources": sources()}
+    kept, faults = kept_runs(arguments.folder, head) if arguments.changed else ({}, None)
+    every = [*cases.every_case(), *layers.every_layer()]
+    named = [arguments.only in str(case) for case in every]
+    if not arguments.changed:
+        every = [case for case, is_named in zip(every, named, strict=True) if is_named]
+        named = [True] * len(every)
+    # What layers launch depends on more than a row.
+    known = [
+        None if is_named and isinstance(case, layers.Layer) else kept.get(identity(start_of(case)))
+        for case, is_named in zip(every, named, strict=True)
+    ]
+    chosen = [case for case, row in zip(every, known, strict=True) if row is None]
+    fresh = []
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for row in pool.map(run_any, chosen, chunksize=4):
-            rows.append(row)
-            if not row["right"] or len(rows) % 100 == 0:
-                print(f"{len(rows)}/{len(chosen)}", "" if row["right"] else row, flush=True)
+            fresh.append(row)
+            if not row["right"] or len(fresh) % 100 == 0:
+                print(f"{len(fresh)}/{len(chosen)}", "" if row["right"] else row, flush=True)
+    left = iter(fresh)
+    rows = [next(left) if row is None else row for row in known]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with open(arguments.folder / "cdna.csv", "w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -130,17 +201,17 @@ def main() -> int:
     wrong = sum(not row["right"] for row in rows)
     found = {
         "what": "compiled by Triton for the architecture and executed by tests/cdna, on no AMD hardware",
-        "triton": triton.__version__,
-        "torch": torch.__version__.partition("+")[0],
+        **head,
         "runs": len(rows),
         "right": len(rows) - wrong,
     }
     text = json.dumps(found, indent=1).removesuffix("\n}")
-    for name, part in (("rows", summary(rows)), ("faults", mutations.table())):
+    for name, part in (("rows", summary(rows)), ("faults", faults or mutations.table())):
         lines = ",\n  ".join(json.dumps(row) for row in part)
         text += f',\n "{name}": [\n  {lines}\n ]'
     (arguments.folder / "cdna.json").write_text(text + "\n}\n")
-    print(f"{len(rows) - wrong} of {len(rows)} runs right, Triton {triton.__version__}")
+    new = f"{len(fresh)} of them new, " if kept else ""
+    print(f"{len(rows) - wrong} of {len(rows)} runs right, {new}Triton {triton.__version__}")
     return 1 if wrong else 0
 
 

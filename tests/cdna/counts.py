@@ -34,7 +34,7 @@ def count(job: tuple[str, Layer]) -> dict[str, stored.Executed]:
     return found
 
 
-def run(launch: Launch, arch: str):
+def run(launch: Launch, arch: str, workgroups: int = WORKGROUPS):
     """The counters of the launch's first workgroups."""
     code = compile_launch(launch, arch)
     signature = source_of(launch, True)[0].signature
@@ -43,7 +43,7 @@ def run(launch: Launch, arch: str):
     tensors = {name: real(tensor) for name, tensor in zip(names, launch.tensors, strict=False)}
     numbers = dict(zip(names[len(tensors) :], (*launch.scalars, *launch.strides), strict=False))
     compiled = Compiled(code.asm["amdgcn"], code.metadata.num_warps, code.metadata.shared, passed)
-    return execute(compiled, launch.programs, tensors, numbers, detailed=True, workgroups=WORKGROUPS)
+    return execute(compiled, launch.programs, tensors, numbers, detailed=True, workgroups=workgroups)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,27 +58,43 @@ def test_a_layer_and_its_gradients_are_right(case):
     assert "bdmm_wgrad_kernel" in kernels
 
 
-def test_the_census_writes_its_results(tmp_path):
+def census(folder, *more):
     """The command behind `make test-cdna`, on one kernel of one architecture."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "cdna.census",
-            str(tmp_path),
-            "--jobs",
-            "1",
-            "--only",
-            "fused-0-float32-gfx942",
-        ],
+    command = [sys.executable, "-m", "cdna.census", str(folder), "--jobs", "1"]
+    return subprocess.run(
+        [*command, "--only", "fused-0-float32-gfx942", *more],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_the_census_writes_its_results(tmp_path):
+    done = census(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "cdna.json").read_text())
+    results = tmp_path / "cdna.json"
+    found = json.loads(results.read_text())
     assert found["runs"] == found["right"] == len(cases.ADDRESSING)
     assert all(0 < row["seen"] <= row["put_in"] for row in found["faults"])
-    rows = (tmp_path / "cdna.csv").read_text().splitlines()
-    assert len(rows) == 1 + found["runs"]
+    rows = (tmp_path / "cdna.csv").read_text()
+    assert len(rows.splitlines()) == 1 + found["runs"]
+
+    # A config that was not run, or not right, runs again, and all else is kept.
+    other, wrong, *kept = rows.splitlines()[1:]
+    assert wrong.count(",True,") == 1
+    before = [
+        rows.splitlines()[0],
+        other.replace('""BT"": ', '""BT"": 9'),
+        wrong.replace(",True,", ",False,"),
+    ]
+    (tmp_path / "cdna.csv").write_text("\n".join([*before, *kept]) + "\n")
+    done = census(tmp_path, "--changed")
+    assert "2 of them new" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "cdna.csv").read_text() == rows
+    assert json.loads(results.read_text()) == found
+
+    results.write_text(results.read_text().replace(found["sources"], "others"))
+    done = census(tmp_path, "--changed")
+    assert done.returncode != 0
+    assert "census of sources others" in done.stderr

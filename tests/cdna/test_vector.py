@@ -111,6 +111,7 @@ INTEGER = {
     "v_ashrrev_i16": lambda a, b: signed(b, 16) >> (a & 15) & 0xFFFF,
     "v_add_u16": lambda a, b: a + b & 0xFFFF,
     "v_sub_u16": lambda a, b: a - b & 0xFFFF,
+    "v_subrev_u16": lambda a, b: b - a & 0xFFFF,
     "v_mad_legacy_u16": lambda a, b, c: a * b + c & 0xFFFF,
     "v_mul_lo_u16": lambda a, b: a * b & 0xFFFF,
 }

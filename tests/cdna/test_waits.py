@@ -116,3 +116,12 @@ def test_a_copy_is_not_overwritten_before_it_arrives():
 def test_unknown_waits_raise(text):
     with pytest.raises(EmulationError, match="s_waitcnt"):
         run(text)
+
+
+def test_no_more_are_on_their_way_than_the_counter_counts():
+    stores = ["global_store_dword v0, v5, s[0:1] offset:1024"] * 63
+    text = lines(LOAD.format(8, 0), *stores, "v_mov_b32_e32 v1, v8")
+    assert (vector(run(text, **GIVEN), 1) == WORDS[:64]).all()
+    text = lines(LOAD.format(8, 0), *stores[1:], "v_mov_b32_e32 v1, v8")
+    with pytest.raises(EmulationError, match="v8 is used before"):
+        run(text, **GIVEN)

@@ -146,6 +146,7 @@ INTEGER = {
     "v_ashrrev_i16": _shift_arithmetic16,
     "v_add_u16": lambda a, b: (a + b) & LOW,
     "v_sub_u16": lambda a, b: (a - b) & LOW,
+    "v_subrev_u16": lambda a, b: (b - a) & LOW,
     "v_mad_legacy_u16": lambda a, b, c: (a * b + c) & LOW,
     "v_mul_lo_u16": lambda a, b: (a * b) & LOW,
 }

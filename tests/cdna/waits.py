@@ -2,11 +2,16 @@
 
 `vmcnt` counts what goes to memory, `lgkmcnt` what goes to LDS or reads constants. Both come back in
 order, but for constants, of which only `lgkmcnt(0)` knows anything.
+
+`vmcnt` has 6 bits: a wave that has 63 on their way issues no other before one is back. Triton 3.6's code
+leaves waits out that this makes needless.
 """
 
 import numpy as np
 
 from cdna.bits import EmulationError
+
+MOST = 63  # that `vmcnt` can count
 
 
 class Waits:
@@ -22,6 +27,8 @@ class Waits:
     def issue(self, counter, g, constant=False):
         """Count one more operation."""
         self.issued[counter][g] += 1
+        if counter == "vmcnt":
+            self.done[counter][g] = np.maximum(self.done[counter][g], self.issued[counter][g] - MOST)
         if constant:
             self.last_constant[g] = self.issued[counter][g]
 

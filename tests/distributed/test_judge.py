@@ -70,8 +70,36 @@ def test_silence_of_one_rank_is_a_stall():
     assert attempt.cause(30, 60) is None
     attempt._heard[1] -= 31
     assert attempt.cause(30, 60) is None  # it still starts
-    attempt.hear("step", 1, 0, {}, 0.1)
+    attempt.hear("steps", 1, [(0, {}, 0.1)])
     attempt._heard[1] -= 31
     assert attempt.cause(30, 60).rank == 1
     attempt.done.add(1)
     assert attempt.cause(30, 60) is None
+
+
+def test_a_failure_waits_for_what_other_ranks_have_to_tell():
+    """Steps before it that are on their way, from ranks that may still speak, and not for ever."""
+    attempt = Attempt(0, None, 3, ("here", "", ""))
+    attempt.hear("steps", 1, [(step, {}, 0.1) for step in range(7)])
+    attempt.hear("failed", 1, failure(1, "ValueError: bad batch"))
+    attempt.hear("steps", 0, [(step, {}, 0.1) for step in range(7)])
+    attempt.hear("steps", 2, [(0, {}, 0.1)])
+    assert attempt.cause(30, 60) is None
+    attempt.hear("steps", 2, [(step, {}, 0.1) for step in range(1, 7)])
+    assert attempt.cause(30, 60).text == "rank 1 failed at step 7: ValueError: bad batch"
+    assert attempt.complete() == list(range(7))
+    attempt.evidence.steps[2] = 3  # as if it never came
+    attempt._failed_at -= 1
+    assert attempt.cause(30, 60).rank == 1
+
+
+def test_a_script_that_dies_is_given_no_step():
+    """It tells of none."""
+    attempt = Attempt(0, None, 2, ("here", "", ""))
+    for rank in (0, 1):
+        attempt.hear("phase", rank, "script")
+        attempt.hear("start", rank, None, [])
+    assert attempt.started
+    attempt.evidence.dead[1] = "killed by signal 9"
+    cause = attempt.cause(30, 60)
+    assert (cause.rank, cause.step, cause.text) == (1, None, "rank 1 died in script: killed by signal 9")

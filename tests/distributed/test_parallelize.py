@@ -1,6 +1,7 @@
 """`parallelize` changes where numbers are, not what they are: every mode against one process."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -180,6 +181,38 @@ def test_training_equals_one_process(ranks, tmp_path):
         for (mode, _), result in zip(RUNS[ranks], found, strict=True):
             batches = {"tp": 1, "fsdp+tp": ranks // 2}.get(mode, ranks)
             compare(result, expected[batches], 1e-9)
+
+
+AGAIN = {"compile": True, "activation_checkpointing": True}
+COMPILED_RUNS = {
+    2: [("ddp", {"compile": True}), ("tp", {**AGAIN, "plan": JOINED})],
+    4: [("fsdp+tp", AGAIN)],
+}
+
+
+def train_compiled(rank, ranks, runs):
+    """As `train_all`, and how many graphs were compiled in each run."""
+    from torch._dynamo.utils import counters
+
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # all but the C++ compiler
+    found = []
+    for mode, options in runs:
+        counters.clear()
+        result = train(rank, ranks, mode, options)
+        found.append((result, counters["stats"]["unique_graphs"]))
+        torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_compiled_training_equals_one_process(ranks, tmp_path):
+    """With what is run again too; and units are compiled, not left to eager calls without a word."""
+    expected = {n: train(0, 1, None, {"batches": n}) for n in (1, 2)}
+    for found in spawn(train_compiled, ranks, tmp_path, ranks, COMPILED_RUNS[ranks]):
+        for (mode, _), (result, graphs) in zip(COMPILED_RUNS[ranks], found, strict=True):
+            assert graphs >= 1, mode
+            compare(result, expected[{"tp": 1}.get(mode, 2)], 1e-9)
 
 
 def shards_of(rank, ranks):

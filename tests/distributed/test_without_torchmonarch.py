@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.support import spawn
 from monarch_rocm import MonarchLinear
-from monarch_rocm.distributed import MonarchParallel, Record, Restart, Restarted, parallelize
+from monarch_rocm.distributed import MonarchParallel, Record, Restart, Restarted, follow, parallelize
 from monarch_rocm.distributed.follow import CsvLog, Dashboard, JsonLog, sinks
 
 ROOT = Path(__file__).parents[2]
@@ -29,40 +30,57 @@ sys.meta_path.insert(0, Hide())
 """
 
 
-def python(code):
+def python(*arguments):
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         check=False,
+        timeout=170,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
 
 
-def test_all_but_the_fleet_works_and_the_fleet_says_what_to_install():
-    code = HIDDEN + (
-        "import tempfile, torch, torch.distributed as dist, monarch_rocm\n"
-        "from monarch_rocm.distributed import *\n"
-        "from torch.distributed.device_mesh import init_device_mesh\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "model = torch.nn.Sequential(monarch_rocm.MonarchLinear(8, 8, nblocks=2))\n"
-        "model = parallelize(model, init_device_mesh('cpu', (1,)), 'tp')\n"
-        "model(torch.ones(2, 8)).sum().backward()\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "checkpoints = Checkpoints(tempfile.mkdtemp(), every=1)\n"
-        "checkpoints.save(1, model, optimizer)\n"
-        "assert checkpoints.load(model, optimizer) == (1, None)\n"
-        "try: Fleet.local(procs=2)\n"
-        "except ImportError as error: print(error)\n"
-    )
-    done = python(code)
+SCRIPT = (
+    HIDDEN
+    + """
+import torch, torch.distributed as dist, monarch_rocm
+from monarch_rocm.distributed import *
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(monarch_rocm.MonarchLinear(8, 8, nblocks=2))
+x = torch.ones(2, 8)
+whole = model(x).sum()
+model = parallelize(model, init_device_mesh("cpu", (2,)), "tp")
+loss = model(x).sum()
+loss.backward()
+assert torch.allclose(loss, whole)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpoints = Checkpoints(sys.argv[1], every=1)
+checkpoints.save(1, model, optimizer)
+assert checkpoints.load(model, optimizer) == (1, None)
+try: Fleet.local(procs=2)
+except ImportError as error: print(error)
+dist.destroy_process_group()
+"""
+)
+
+
+def test_all_but_the_fleet_works_under_torchrun_and_the_fleet_says_what_to_install(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = python(*torchrun, str(script), str(tmp_path / "checkpoints"))
     assert done.returncode == 0, done.stderr
-    assert "which is not installed. pip install 'torchmonarch>=0.7,<0.9'" in done.stdout
+    assert done.stdout.count("which is not installed. pip install 'torchmonarch>=0.7,<0.9'") == 2
     assert "under torchrun" in done.stdout
 
 
 def test_importing_the_package_imports_no_torchmonarch():
-    done = python("import sys, monarch_rocm.distributed; print([m for m in sys.modules if m == 'monarch'])")
+    done = python(
+        "-c", "import sys, monarch_rocm.distributed; print([m for m in sys.modules if m == 'monarch'])"
+    )
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -127,9 +145,58 @@ def test_the_dashboard_shows_ranks_metrics_and_restarts():
         assert text in shown
 
 
+def test_the_dashboard_takes_the_pace_over_batches(monkeypatch):
+    """Ten records at once every tenth of a second are a hundred a second; a restart begins anew."""
+    clock = [0.0]
+    monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
+    board = Dashboard(Console(file=io.StringIO(), force_terminal=True), 2, 2000)
+    board.close()
+    assert board.pace() is None
+    for step in range(1000):
+        clock[0] = step // 10 / 10
+        board.record(RECORD._replace(step=step))
+    assert board.pace() == pytest.approx(0.01, rel=0.03)
+    board.record(RECORD._replace(step=500, attempt=1))
+    assert board.pace() is None
+    clock[0] += 60
+    board.record(RECORD._replace(step=501, attempt=1))
+    assert board.pace() == pytest.approx(60)
+
+
 def test_the_dashboard_is_quiet_where_nobody_looks(capsys):
     assert sinks((), None, True, 2, 10) == []
     assert capsys.readouterr().out == ""
+
+
+def test_tensorboard_gets_numbers_and_restarts(monkeypatch):
+    """Where it is installed; its writer is played here."""
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            calls.append(folder)
+
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append((name, *arguments))
+
+    played = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", played)
+    (board,) = sinks((), "board", False, 2, 10)
+    board.record(RECORD._replace(metrics={"loss": 0.5, "note": "text"}))
+    board.restarted(RESTARTED)
+    board.close()
+    assert calls == [
+        "board",
+        ("add_scalar", "loss", 0.5, 4),
+        ("add_text", "restarts", "rank 1 died at step 4", 0),
+        ("close",),
+    ]
+
+
+def test_tensorboard_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="tensorboard"):
+        sinks((), "board", False, 2, 10)
 
 
 def test_logs_go_on_where_they_were(tmp_path):
