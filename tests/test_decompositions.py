@@ -12,6 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from monarch_rocm import MonarchLinear, decompositions, dispatch, monarch_linear
 from monarch_rocm.ops import Linear
 
+pytestmark = pytest.mark.skipif(not decompositions.TELLS_EXPORTS, reason="ops stay in PyTorch 2.6")
+
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
@@ -119,6 +121,17 @@ def test_exported_programs_keep_the_op():
     traced(module)[0](x)
     program = torch.export.export(module, (x,), strict=False)
     assert ours(str(node.target) for node in program.graph.nodes) == {"monarch_rocm.linear.default"}
+
+
+def test_ops_stay_where_an_export_looks_like_a_compilation(monkeypatch):
+    """As in PyTorch 2.6: what is exported would else hold the products of this device."""
+    monkeypatch.setattr(decompositions, "TELLS_EXPORTS", False)
+    module = MonarchLinear(16, 16, nblocks=4, device=DEVICE)
+    x = torch.randn(3, 16, device=DEVICE)
+    compiled, found = traced(module)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert ours(found)
+    assert not products(found)
 
 
 def test_ops_of_layers_that_recompute_stay():

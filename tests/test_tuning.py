@@ -96,7 +96,7 @@ def test_tuned_row_serves_its_shape_and_bucket_and_nothing_else(tmp_path, monkey
 
 def test_plan_names_the_file_of_each_config(tmp_path, monkeypatch):
     """One launch of a layer may be the user's and the next one shipped."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     monkeypatch.setenv("MONARCH_ROCM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(dispatch, "why_not_triton", lambda *args: None)
     dispatch._choose.cache_clear()
