@@ -32,7 +32,7 @@ def measured(python, tests):
     """A row: the versions, and the counts of pytest's last line."""
     found = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=True).stdout
     row = json.loads(found) | {"tests": " ".join(tests) or "fast"}
-    command = [python, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", *tests]
+    command = [python, "-m", "pytest", "-q", "-n", "2", *(tests or ["-m", "not slow"])]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
@@ -50,7 +50,8 @@ def measured(python, tests):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("pythons", nargs="+", metavar="PYTHON")
-    parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="all fast ones by default")
+    told = "run these whole, in place of all fast tests"
+    parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help=told)
     arguments = parser.parse_args()
     for python in arguments.pythons:
         row = measured(python, arguments.tests)
