@@ -137,6 +137,11 @@ def test_every_page_is_in_the_site():
     assert {file.name for file in (ROOT / "docs").glob("*.md")} <= named
 
 
+def test_the_api_page_has_every_public_name():
+    named = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert set(monarch_rocm.__all__) <= {name.rpartition(".")[2] for name in named}
+
+
 def test_the_calculator_prints_what_the_guide_shows(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = [block["code"] for block in blocks("docs/choosing.md") if block["language"] == "text"]
