@@ -96,7 +96,7 @@ def test_ops_that_run_a_kernel_stay():
         mock.patch.object(dispatch, "route", return_value=dispatch.Route(None, None, kernel, kernel)),
         mock.patch.object(dispatch, "product_for", return_value=kernel),
         mock.patch.object(dispatch, "config_for", return_value={}),
-        pytest.raises(KeyError, match="BO"),  # when it runs, of the empty config
+        pytest.raises((KeyError, TypeError), match=r"BO|not callable"),  # when it runs, of what it lacks
     ):
         compiled(torch.empty(3, 16, device="meta")).sum().backward()
     assert ours(found) == {f"monarch_rocm.{op}.default" for op in ("linear", "stage", "stage_wgrad")}
