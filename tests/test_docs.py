@@ -1,6 +1,7 @@
 """Examples in docstrings and pages run, commands are commands, links lead somewhere."""
 
 import ast
+import csv
 import doctest
 import importlib
 import importlib.util
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import versions
 from torch import nn
 
 import monarch_rocm
@@ -135,6 +137,13 @@ def test_every_page_is_in_the_site():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("\nvalidation:")[0]
     named = set(re.findall(r": (\w+\.md)$", nav, re.M))
     assert {file.name for file in (ROOT / "docs").glob("*.md")} <= named
+
+
+def test_the_table_of_versions_is_that_of_the_results():
+    """No cell that was not run."""
+    with versions.RESULTS.open() as file:
+        table = versions.markdown(list(csv.DictReader(file)))
+    assert f"{versions.MARKS[0]}\n{table}\n{versions.MARKS[1]}" in (ROOT / "README.md").read_text()
 
 
 def test_the_api_page_has_every_public_name():
