@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: demo compress train train-images study train-distributed test test-fast test-cdna test-faults fuzz lint codegen tune-cdna bench doctor clean
+.PHONY: demo compress train train-images study train-distributed test test-fast test-cdna test-faults fuzz lint codegen tune-cdna bench doctor docs docs-serve clean
 
 demo: $(VENV)/demo
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
@@ -71,11 +71,18 @@ train-images: $(VENV)/dev
 study: $(VENV)/dev
 	$(VENV)/bin/python benchmarks/train_study.py --out benchmarks/results/train_h200.csv
 
+# The site, with every page and link checked, into site/.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs serve
+
 doctor: $(VENV)/base
 	$(VENV)/bin/monarch-rocm doctor
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/base: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'monarch-rocm needs Python 3.10 or newer, and $(PYTHON) is ' + sys.version)"
@@ -96,6 +103,10 @@ $(VENV)/base: pyproject.toml constraints.txt
 
 $(VENV)/dev: $(VENV)/base
 	$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/docs: $(VENV)/base
+	$(PIP) --editable ".[docs]"
 	@touch $@
 
 $(VENV)/demo: $(VENV)/base

@@ -10,7 +10,7 @@ except ModuleNotFoundError as _error:
         "build. Install the one for your machine first, from https://pytorch.org/get-started/locally:\n"
         "  ROCm: pip install torch --index-url https://download.pytorch.org/whl/rocm6.4\n"
         "  CUDA: pip install torch\n"
-        "  CPU:  pip install torch --index-url https://download.pytorch.org/whl/cpu",
+        "  CPU:  pip install torch numpy --index-url https://download.pytorch.org/whl/cpu",
         name="torch",
     ) from None
 

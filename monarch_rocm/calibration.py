@@ -275,7 +275,13 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
-        return model(*batch)
+        try:
+            return model(*batch)
+        except TypeError as error:
+            raise TypeError(
+                f"{error} (a batch that is a {type(batch).__name__} is passed as model(*batch): leave out "
+                "what the model does not take, such as labels)"
+            ) from error
     return model(batch)
 
 

@@ -10,31 +10,100 @@ import torch
 from rich.console import Console
 
 import monarch_rocm
-from monarch_rocm import bench, dispatch, doctor
+from monarch_rocm import bench, dispatch, doctor, estimate
 from monarch_rocm.allocation import COSTS
 from monarch_rocm.codegen.assembly import LDS
-from monarch_rocm.shape import LAYOUTS, MonarchShape
+from monarch_rocm.shape import LAYOUTS, MonarchShape, check_size
 
 DTYPES = ("bfloat16", "float16", "float32")
 TUNE = """\
 Measure every config of the kernels that a layer launches, and PyTorch's products, on this GPU, and
 keep the winners in your own tables, which go before the shipped ones: 'auto' then takes a kernel
 exactly where it was measured faster. docs/tuning.md says more."""
+COMPRESS = """\
+Compress a folder with a transformers model: layers get blocks and ranks within a budget, fitted to texts
+such as the model will see. A run that was stopped goes on when the same command is given again. The
+new folder loads with from_pretrained after monarch_rocm.integrations.transformers.register()."""
+PLAN = """\
+What a layer would cost for several numbers of blocks, beside nn.Linear: parameters, FLOPs, bytes, and
+the time that a model predicts. Nothing is run, and no GPU is needed. docs/choosing.md says more."""
+BENCH = """\
+Time layers against nn.Linear and against the op that others published, on this GPU: some minutes. Prints
+a table and the rates of copies and products, and writes OUT.csv and OUT.json."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="monarch-rocm", description=monarch_rocm.__doc__)
+    arguments = parser().parse_args(argv)
+    if arguments.command == "compress":
+        for name in ("batch", "texts", "max_length"):
+            if getattr(arguments, name) < 1:
+                arguments.fail(f"--{name.replace('_', '-')} must be at least 1")
+        from monarch_rocm import compress
+
+        return compress.compress(arguments, Console(stderr=True))
+    if arguments.command == "plan":
+        return _plan(arguments)
+    if arguments.command == "bench":
+        return _bench(arguments)
+    if arguments.command == "tune":
+        return _tune(arguments)
+    if arguments.command == "codegen":
+        if arguments.write_budgets and (arguments.all or set(arguments.arch) != set(LDS)):
+            arguments.fail("--write-budgets goes with the default layers on all architectures")
+        return _codegen(arguments)
+    found = doctor.facts()
+    width = max(map(len, found))
+    print("\n".join(f"{name:{width}}  {value}" for name, value in found.items()))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(
+        prog="monarch-rocm",
+        description=monarch_rocm.__doc__,
+        epilog="monarch-rocm COMMAND --help says more of each command.",
+    )
     parser.add_argument("--version", action="version", version=monarch_rocm.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "doctor", help="print versions, devices, paths and what 'auto' picks, for a bug report"
+    told = "print versions, devices, paths and what 'auto' picks, for a bug report"
+    commands.add_parser("doctor", help=told, description=f"{told[0].upper()}{told[1:]}.")
+    planning = commands.add_parser(
+        "plan",
+        help="reckon what a layer costs for several numbers of blocks; needs no GPU",
+        description=PLAN,
+        epilog="example: monarch-rocm plan 4096 14336 --tokens 8192 --device mi300x",
     )
-    timing = commands.add_parser("bench", help="time layers against nn.Linear and others on this GPU")
-    timing.add_argument("--out", type=Path, default=Path("bench"), help="results, without the ending")
-    timing.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    timing.add_argument("--kind", choices=bench.KINDS, help="only cases of this kind")
-    timing.add_argument("--rounds", type=int, default=30, help="runs of each competitor")
+    planning.add_argument("in_features", metavar="IN", type=int, help="input width of the layer")
+    planning.add_argument("out_features", metavar="OUT", type=int, help="its output width")
+    planning.add_argument(
+        "--nblocks",
+        metavar="N|K,L",
+        nargs="+",
+        type=_integers,
+        help="a row each (powers of two up to 64 that neither cost more than nn.Linear nor leave zeros)",
+    )
+    planning.add_argument("--rank", metavar="R", type=int, help="as MonarchLinear's (its default)")
+    planning.add_argument(
+        "--layout", choices=LAYOUTS, default="interleaved", help="order of the outputs (interleaved)"
+    )
+    planning.add_argument("--tokens", metavar="T", type=int, default=8192, help="rows of the input (8192)")
+    planning.add_argument(
+        "--device",
+        choices=tuple(estimate.DEVICES),
+        default="h200",
+        help="whose rates are taken (h200): measured for the H200, of data sheets for AMD's",
+    )
+    timing = commands.add_parser(
+        "bench", help="time layers against nn.Linear and others on this GPU", description=BENCH
+    )
+    timing.add_argument(
+        "--out", type=Path, default=Path("bench"), help="where to, without the ending (bench)"
+    )
+    timing.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all tensors (bfloat16)")
+    timing.add_argument("--kind", choices=bench.KINDS, help="only cases of this kind (all)")
+    timing.add_argument("--rounds", metavar="N", type=int, default=30, help="runs of each competitor (30)")
     timing.add_argument("--compiled", action="store_true", help="also torch.compile of the einsum form")
     tuning = commands.add_parser(
         "tune",
@@ -74,8 +143,12 @@ def main(argv: list[str] | None = None) -> int:
         "--rounds", metavar="N", type=int, default=20, help="timed runs of each finalist (20)"
     )
     compiling = commands.add_parser(
-        "codegen", help="compile the kernels for CDNA GPUs, with none at hand, and judge the code"
+        "codegen",
+        help="compile the kernels for CDNA GPUs, with none at hand, and judge the code",
+        description="Compile what layers launch for AMD's CDNA GPUs, print registers, spills, local memory "
+        "and instructions of each kernel, and fail on what docs/amd.md lists. Nothing is run.",
     )
+    compiling.set_defaults(fail=compiling.error)
     compiling.add_argument("--arch", nargs="+", choices=tuple(LDS), default=tuple(LDS), help="default: all")
     compiling.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     compiling.add_argument("--all", action="store_true", help="every shipped config, in some minutes")
@@ -83,8 +156,10 @@ def main(argv: list[str] | None = None) -> int:
     compressing = commands.add_parser(
         "compress",
         help="compress a transformers model to a budget, fitted to texts, and save it",
+        description=COMPRESS,
         epilog="example: monarch-rocm compress MODEL_DIR --budget 0.7 --calibration texts.txt --out DIR",
     )
+    compressing.set_defaults(fail=compressing.error)
     compressing.add_argument("model", type=Path, metavar="MODEL_DIR", help="as save_pretrained writes it")
     compressing.add_argument("--budget", type=float, required=True, help="fraction that is left, such as 0.7")
     compressing.add_argument("--of", choices=COSTS, default="parameters", help="what is counted (parameters)")
@@ -104,26 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     compressing.add_argument("--texts", type=int, default=1000, help="that factors are fitted to (1000)")
     compressing.add_argument("--max-length", type=int, default=128, help="of a text, in tokens (128)")
     compressing.add_argument("--device", help="cpu, cuda, ... (a GPU where there is one)")
-    arguments = parser.parse_args(argv)
-    if arguments.command == "compress":
-        for name in ("batch", "texts", "max_length"):
-            if getattr(arguments, name) < 1:
-                compressing.error(f"--{name.replace('_', '-')} must be at least 1")
-        from monarch_rocm import compress
-
-        return compress.compress(arguments, Console(stderr=True))
-    if arguments.command == "bench":
-        return _bench(arguments)
-    if arguments.command == "tune":
-        return _tune(arguments)
-    if arguments.command == "codegen":
-        if arguments.write_budgets and (arguments.all or set(arguments.arch) != set(LDS)):
-            compiling.error("--write-budgets goes with the default layers on all architectures")
-        return _codegen(arguments)
-    found = doctor.facts()
-    width = max(map(len, found))
-    print("\n".join(f"{name:{width}}  {value}" for name, value in found.items()))
-    return 0
+    return parser
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -137,6 +193,31 @@ def _bench(arguments: argparse.Namespace) -> int:
     dtype = getattr(torch, arguments.dtype)
     bench.bench(arguments.out, cases, dtype, arguments.rounds, arguments.compiled, Console())
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    rates = estimate.DEVICES[arguments.device]
+    sizes, tokens = (arguments.in_features, arguments.out_features), arguments.tokens
+    asked = arguments.nblocks or [(1,), (2,), (4,), (8,), (16,), (32,), (64,)]
+    try:
+        check_size("--tokens", tokens)
+        estimates = [
+            estimate.monarch(*sizes, _nblocks(given), arguments.rank, arguments.layout, tokens, rates)
+            for given in asked
+        ]
+        if arguments.nblocks is None:
+            estimates = [each for each in estimates if not each.notes]
+        estimates.insert(0, estimate.dense(*sizes, tokens, rates))
+    except ValueError as error:
+        print(f"monarch-rocm plan: {error}", file=sys.stderr)
+        return 2
+    console = Console()
+    console.print(estimate.table(estimates, tokens, rates))
+    return 0
+
+
+def _nblocks(given: tuple[int, ...]) -> int | tuple[int, ...]:
+    return given[0] if len(given) == 1 else given
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -186,8 +267,7 @@ def _shapes(arguments: argparse.Namespace) -> list[MonarchShape]:
         raise ValueError(f"--rounds must be at least 4, but {arguments.rounds} was given")
     if min(arguments.tokens) < 1:
         raise ValueError(f"--tokens must be at least 1, but {min(arguments.tokens)} was given")
-    nblocks = arguments.nblocks[0] if len(arguments.nblocks) == 1 else arguments.nblocks
-    rank, layout = arguments.rank, arguments.layout
+    nblocks, rank, layout = _nblocks(arguments.nblocks), arguments.rank, arguments.layout
     return [MonarchShape(width, out, nblocks, rank, layout) for width, out in layers]
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+import monarch_rocm
 from monarch_rocm import files
 from monarch_rocm.allocation import Budget
 from monarch_rocm.calibration import Readout
@@ -27,6 +28,19 @@ from monarch_rocm.structure import restructure, structure
 
 WORK = "compressing"  # folder in the output for what a stopped run has done
 BESIDE = ("modules.json", "1_Pooling", "sentence_bert_config.json", "config_sentence_transformers.json")
+
+CARD = """\
+Compressed with monarch-rocm {version}: {before:,} parameters became {after:,}. Its layers are in
+`report.txt`. Without the second and third line transformers only warns, and draws the layers at random:
+
+```python
+from transformers import {name}
+from monarch_rocm.integrations.transformers import register
+
+register()
+model = {name}.from_pretrained({out!r})
+```
+"""  # the README.md of the new folder
 
 
 class InputError(ValueError):
@@ -119,8 +133,16 @@ def _compress(arguments: argparse.Namespace, console: Console, stage: list[str])
         elif (folder / name).exists():
             shutil.copy2(folder / name, out / name)
     (out / "report.txt").write_text(report + "\n", encoding="utf-8")
-    shutil.rmtree(work)
     sizes = [sum(p.numel() for p in model.parameters()) for model in (dense, student)]
+    card = CARD.format(
+        version=monarch_rocm.__version__,
+        before=sizes[0],
+        after=sizes[1],
+        name=type(student).__name__,
+        out=str(out),
+    )
+    (out / "README.md").write_text(card, encoding="utf-8")
+    shutil.rmtree(work)
     console.print(
         f"{sizes[0]:,} parameters became {sizes[1]:,} ({sizes[1] / sizes[0]:.1%}). To load it: "
         "monarch_rocm.integrations.transformers.register(), then "

@@ -26,6 +26,7 @@ from monarch_rocm import autotune, batched, dispatch
 from monarch_rocm.tracing import constant
 
 OPAQUE = ("cpu",)  # devices on which ops stay: there `batched` chooses other orders in memory
+TELLS_EXPORTS = hasattr(torch.compiler, "is_exporting")  # from compilations; PyTorch 2.6 does not
 
 
 @constant
@@ -33,7 +34,7 @@ def mark(backend: str, dtype: torch.dtype, device_type: str) -> str:
     """`backend` with a mark where ops may be replaced, else as it is; called while a layer is traced."""
     path = dispatch.path_of(backend, dtype, device_type)
     # What is exported may run elsewhere, and MONARCH_ROCM_AUTOTUNE measures ops when they run.
-    if device_type in OPAQUE or torch.compiler.is_exporting() or autotune.enabled():
+    if device_type in OPAQUE or not TELLS_EXPORTS or torch.compiler.is_exporting() or autotune.enabled():
         return backend
     _register()
     return (

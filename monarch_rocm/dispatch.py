@@ -48,7 +48,10 @@ def requested(backend: str) -> str:
 def triton_state() -> tuple[str, str | None]:
     """(version of Triton, why it cannot be used or None)."""
     if importlib.util.find_spec("triton") is None:
-        return "not installed", "Triton is not installed"
+        return (
+            "not installed",
+            "Triton is not installed (ROCm's torch brings it; elsewhere: pip install triton)",
+        )
     try:
         import triton
     except Exception as error:

@@ -34,6 +34,10 @@ class Plan:
             lines.append("  " + ", ".join(f"{key} {value}" for key, value in kernel.items()))
         return "\n".join(lines)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython and notebooks show: the same as `print`."""
+        printer.text(str(self))
+
 
 def plan(
     layer_or_shape: MonarchLinear | MonarchShape,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Skipped:
     reason: str
 
 
-@dataclass
+@dataclass(repr=False)
 class MonarchReport:
     """The outcome of `monarchize`; iterates over its rows and prints as a table.
 
@@ -119,6 +120,19 @@ class MonarchReport:
             )
             table.caption_justify = "left"
         return table
+
+    def __repr__(self) -> str:
+        return (
+            f"<MonarchReport: {len(self.rows)} layers replaced, {len(self.skipped)} left alone, "
+            f"{self.params_before:,} parameters before and {self.params_after:,} after>"
+        )
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the table, as wide as it needs to be."""
+        console = Console(width=140, record=True, file=io.StringIO())
+        console.print(self)
+        frame = '<pre style="white-space: pre; overflow-x: auto; line-height: normal">{code}</pre>'
+        return console.export_html(inline_styles=True, code_format=frame)
 
     def plot(self) -> Figure:
         """Parameters and errors of every replaced layer, as a matplotlib figure.

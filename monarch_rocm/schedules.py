@@ -55,7 +55,7 @@ def to_monarch(
         (nn.Module, MonarchReport): as `monarchize`.
 
     Raises:
-        as `monarchize`.
+        TypeError, ValueError: as `monarchize`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))

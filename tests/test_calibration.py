@@ -68,6 +68,12 @@ def test_batches_of_any_form(batch):
     assert moments(model, [model[0]], [batch])[model[0]].weight > 0
 
 
+def test_a_batch_with_labels_is_refused_with_what_to_do():
+    model, batch = nn.Sequential(nn.Linear(8, 8)), (torch.randn(4, 8), torch.zeros(4))
+    with pytest.raises(TypeError, match="leave out what the model does not take, such as labels"):
+        moments(model, [model[0]], [batch])
+
+
 def test_the_model_is_left_as_it_was():
     model = Model().train()
     model.up.eval()

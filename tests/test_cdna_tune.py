@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 from cdna_tune import classes, compiled, model, options, ptx, search, validate, whole
 from cdna_tune.model import Part, Work
 

@@ -206,7 +206,7 @@ def test_stored_files_are_read_as_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
 def test_layers_reach_every_shipped_config(arch):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     reached = []
     pick = tuning.pick
 
@@ -226,7 +226,7 @@ def test_layers_reach_every_shipped_config(arch):
 
 
 def test_own_configs_are_not_judged(tmp_path, monkeypatch):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     monkeypatch.setenv("MONARCH_ROCM_CACHE_DIR", str(tmp_path))
     file = tmp_path / "gfx942" / "bdmm.json"
     file.parent.mkdir()
@@ -259,7 +259,7 @@ def test_without_triton_it_says_so(capsys, monkeypatch):
 
 
 def test_a_launch_that_does_not_compile_is_named(capsys, monkeypatch):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     layer = layers.Layer(4096, 4096, 4, 8192)
     first, *_ = layers.launches(layer, "gfx942")
     monkeypatch.setattr(compiling, "compile_launch", mock.Mock(side_effect=ValueError("too wide")))
@@ -294,7 +294,7 @@ print(json.dumps([failure.rule for failure in gate.judge([row], [], {}, None)]))
     ],
 )
 def test_the_gate_sees_what_a_bad_config_does(arch, changes, rule):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, arch, json.dumps(changes)],
         env={**os.environ, "TRITON_INTERPRET": "0"},
@@ -309,7 +309,7 @@ def test_the_gate_sees_what_a_bad_config_does(arch, changes, rule):
 
 @pytest.mark.slow
 def test_shipped_kernels_pass(tmp_path, capsys):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     file = tmp_path / "rows.json"
     status = cli.main(["codegen", "--arch", "gfx90a", "gfx942", "gfx950", "--json", str(file)])
     out = capsys.readouterr().out

@@ -45,6 +45,7 @@ def test_a_folder_becomes_a_smaller_one_that_loads(folder, capsys):
     assert sizes[1] <= 0.8 * sizes[0]
     assert not (out / compress.WORK).exists()
     assert "layers replaced" in (out / "report.txt").read_text()
+    assert f".from_pretrained({str(out)!r})" in (out / "README.md").read_text()
     transformers.AutoTokenizer.from_pretrained(out)
     said = capsys.readouterr()
     assert f"{sizes[1]:,}" in said.err

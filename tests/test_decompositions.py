@@ -12,6 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from monarch_rocm import MonarchLinear, decompositions, dispatch, monarch_linear
 from monarch_rocm.ops import Linear
 
+pytestmark = pytest.mark.skipif(not decompositions.TELLS_EXPORTS, reason="ops stay in PyTorch 2.6")
+
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
@@ -94,10 +96,12 @@ def test_ops_that_run_a_kernel_stay():
         mock.patch.object(dispatch, "route", return_value=dispatch.Route(None, None, kernel, kernel)),
         mock.patch.object(dispatch, "product_for", return_value=kernel),
         mock.patch.object(dispatch, "config_for", return_value={}),
-        pytest.raises(KeyError, match="BO"),  # when it runs, of the empty config
+        pytest.raises((KeyError, TypeError), match=r"BO|not callable"),  # when it runs, of what it lacks
     ):
         compiled(torch.empty(3, 16, device="meta")).sum().backward()
-    assert ours(found) == {f"monarch_rocm.{op}.default" for op in ("linear", "stage", "stage_wgrad")}
+    backward = {f"monarch_rocm.{op}.default" for op in ("stage", "stage_wgrad")}
+    late = {"monarch_rocm.linear.default"}  # all that torch 2.8 compiles before the forward pass fails
+    assert ours(found) in (late, late | backward)
     assert not products(found)
 
 
@@ -119,6 +123,17 @@ def test_exported_programs_keep_the_op():
     traced(module)[0](x)
     program = torch.export.export(module, (x,), strict=False)
     assert ours(str(node.target) for node in program.graph.nodes) == {"monarch_rocm.linear.default"}
+
+
+def test_ops_stay_where_an_export_looks_like_a_compilation(monkeypatch):
+    """As in PyTorch 2.6: what is exported would else hold the products of this device."""
+    monkeypatch.setattr(decompositions, "TELLS_EXPORTS", False)
+    module = MonarchLinear(16, 16, nblocks=4, device=DEVICE)
+    x = torch.randn(3, 16, device=DEVICE)
+    compiled, found = traced(module)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert ours(found)
+    assert not products(found)
 
 
 def test_ops_of_layers_that_recompute_stay():

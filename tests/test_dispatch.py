@@ -26,7 +26,7 @@ def test_cpu_takes_batched_products_and_says_why():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_plan_of_a_gpu_that_is_not_there():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     with pytest.raises(RuntimeError, match="no ROCm or CUDA GPU"):
         plan(SHAPE, 8192, torch.bfloat16, "cuda")
 
@@ -86,7 +86,7 @@ def test_triton_that_is_missing_broken_or_old_is_named(source, said, monkeypatch
 
 @pytest.mark.parametrize("imported", ["triton", "monarch_rocm.kernels.bdmm"])
 def test_interpreter_that_was_asked_for_too_late_is_named(imported):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     code = (
         f"import os, torch, {imported}, monarch_rocm\n"
         "os.environ['TRITON_INTERPRET'] = '1'\n"
@@ -100,7 +100,7 @@ def test_interpreter_that_was_asked_for_too_late_is_named(imported):
 
 
 def test_interpreted_bfloat16_warns(monkeypatch):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     monkeypatch.setattr(dispatch, "why_not_triton", lambda *args: None)
     with pytest.warns(UserWarning, match="raw bits of bfloat16"):
         dispatch._choose.__wrapped__("triton", torch.bfloat16, "cpu", True)
@@ -148,7 +148,7 @@ def test_plan_names_kernel_file_and_values():
 
 
 def test_auto_leaves_numbers_of_tokens_that_hidden_features_cannot_be_loaded_wide_for(monkeypatch):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     from monarch_rocm.kernels import tuning
 
     row = {"max": {}, "config": {"BT": 64}, "wins": True}

@@ -1,17 +1,22 @@
-"""Examples in docstrings and in the README run and print what they say."""
+"""Examples in docstrings and pages run, commands are commands, links lead somewhere."""
 
+import ast
+import csv
 import doctest
 import importlib
 import importlib.util
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import versions
 from torch import nn
 
 import monarch_rocm
+from monarch_rocm import cli
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -26,6 +31,8 @@ NEEDS = {
     "monarch_rocm.integrations.quantizer": "transformers",
     "monarch_rocm.integrations.transformers": "transformers",
 }
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"]
+PAGES += sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -46,12 +53,118 @@ def test_public_names_have_an_example(name):
     assert ">>> " in getattr(monarch_rocm, name).__doc__
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "docs/interop.md"])
-def test_examples_of_pages(page):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, page, "exec"), {})
+FENCE = re.compile(
+    r"(?:<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$"
+    r"|^<!-- run first\n(?P<setup>.*?)^-->$",
+    re.M | re.S,
+)
+
+
+def blocks(page):
+    return [match.groupdict() for match in FENCE.finditer((ROOT / page).read_text())]
+
+
+RUN = [
+    page
+    for page in PAGES
+    if any(block["language"] == "python" and not block["why"] for block in blocks(page))
+]
+
+
+@pytest.mark.parametrize("page", RUN)
+@pytest.mark.filterwarnings("ignore:a Monarch layer")
+def test_examples_of_pages(page, tmp_path, monkeypatch):
+    """From top to bottom, each block after those before it, as somebody who reads would type them."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for block in blocks(page):
+        if block["setup"] and "transformers" in block["setup"]:
+            pytest.importorskip("transformers")
+        if block["setup"] or (block["language"] == "python" and not block["why"]):
+            exec(compile(block["setup"] or block["code"], page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_that_are_not_run_are_python_and_import_what_exists(page):
+    for block in blocks(page):
+        if block["why"]:
+            for node in ast.walk(ast.parse(block["code"])):
+                if isinstance(node, ast.ImportFrom) and node.module.startswith("monarch_rocm"):
+                    module = importlib.import_module(node.module)
+                    assert all(hasattr(module, name.name) for name in node.names)
+
+
+def test_every_page_with_examples_is_known():
+    assert {"README.md", "docs/quickstart.md", "docs/maths.md", "docs/training.md"} <= set(RUN)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_pages_are_commands(page):
+    """`monarch-rocm ...` in a block is what the command takes, `make ...` a target."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for block in blocks(page):
+        if block["language"] != "sh":
+            continue
+        for line in block["code"].splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["monarch-rocm"]:
+                cli.parser().parse_args(words[1:])
+            if words[:1] == ["make"]:
+                assert set(words[1:]) <= targets
+
+
+def anchors(page):
+    """Of the headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_site():
+    """mkdocs itself checks the rest: `make docs`."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("\nvalidation:")[0]
+    named = set(re.findall(r": (\w+\.md)$", nav, re.M))
+    assert {file.name for file in (ROOT / "docs").glob("*.md")} <= named
+
+
+def test_the_table_of_versions_is_that_of_the_results():
+    """No cell that was not run."""
+    with versions.RESULTS.open() as file:
+        table = versions.markdown(list(csv.DictReader(file)))
+    assert f"{versions.MARKS[0]}\n{table}\n{versions.MARKS[1]}" in (ROOT / "README.md").read_text()
+
+
+def test_the_api_page_has_every_public_name():
+    named = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert set(monarch_rocm.__all__) <= {name.rpartition(".")[2] for name in named}
+
+
+def test_the_calculator_prints_what_the_guide_shows(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = [block["code"] for block in blocks("docs/choosing.md") if block["language"] == "text"]
+    assert cli.main(["plan", "4096", "4096"]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.strip("\n").splitlines()]
+    assert shown == ["\n".join(printed) + "\n"]
+
+
+def test_help_says_what_each_command_and_option_does():
+    (commands,) = (action for action in cli.parser()._actions if action.choices and action.dest == "command")
+    assert {"doctor", "plan", "bench", "tune", "codegen", "compress"} <= set(commands.choices)
+    for name, command in commands.choices.items():
+        assert command.description, name
+        assert all(action.help for action in command._actions), name
 
 
 def test_readme_commands_are_make_targets():

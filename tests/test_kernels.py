@@ -21,7 +21,7 @@ from support import (
     run_dense,
 )
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.4")
 bdmm_wgrad = pytest.importorskip("monarch_rocm.kernels.bdmm_wgrad")
 from monarch_rocm import batched, dispatch, monarch_linear  # noqa: E402
 from monarch_rocm.kernels import launch, tuning  # noqa: E402

@@ -31,7 +31,7 @@ def rows_of(*operations):
 @pytest.mark.parametrize("layout", ["interleaved", "blocked"])
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_tasks_are_the_rows_that_a_layer_looks_up(sizes, layout, tokens, asked, monkeypatch):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     monkeypatch.setattr(dispatch, "_choose", lambda *args: ("auto", "for this test"))
     shape, bucket = MonarchShape(*sizes, layout=layout), tuning.bucket_of(tokens)
     factors = [torch.randn(size, requires_grad=True) for size in (shape.factor1, shape.factor2)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 from support import DEVICE
 
 from monarch_rocm.kernels import bdmm, bdmm_wgrad, bdmv, order, tuning

@@ -96,7 +96,7 @@ def test_tuned_row_serves_its_shape_and_bucket_and_nothing_else(tmp_path, monkey
 
 def test_plan_names_the_file_of_each_config(tmp_path, monkeypatch):
     """One launch of a layer may be the user's and the next one shipped."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     monkeypatch.setenv("MONARCH_ROCM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(dispatch, "why_not_triton", lambda *args: None)
     dispatch._choose.cache_clear()
@@ -177,7 +177,8 @@ def test_broken_or_foreign_table_is_ignored_with_one_warning(tmp_path, monkeypat
             assert tuning.lookup("bdmm", CPU, torch.float32, size, 8, 8)["config"]["BT"] >= 16
         tuning.refresh()
         assert tuning.lookup("bdmm", CPU, torch.float32, 8, 8, 8)
-    assert ["is ignored" in str(warning.message) for warning in caught] == [True]
+    ours = [warning for warning in caught if warning.category is UserWarning]  # not of what others left open
+    assert ["is ignored" in str(warning.message) for warning in ours] == [True]
 
 
 def test_a_row_of_bdmv_must_take_all_its_tokens_at_once():

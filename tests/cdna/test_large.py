@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 from cdna.backend import ARCHS, on_cdna
 from cdna.mutations import subject, without
 from monarch_rocm.kernels import bdmm, bdmm_wgrad, bdmv, chained, fused, interleave, launch, tuning

@@ -6,7 +6,7 @@ from support import dtype_id
 
 from cdna.backend import ARCHS
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 from cdna.mutations import (
     DTYPES,
     stage,

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 from cdna import cases, layers
 from monarch_rocm.kernels import tuning
 

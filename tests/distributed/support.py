@@ -3,11 +3,16 @@
 import multiprocessing as mp
 import traceback
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from monarch_rocm import MonarchLinear
+
+FSDP_ON_CPUS = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of PyTorch 2.6 fails on CPUs"
+)
 
 # Children of a server that has imported everything: a fork each, with none of pytest's threads.
 _context = mp.get_context("forkserver")

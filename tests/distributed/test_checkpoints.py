@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from distributed.support import Net, loss_of, spawn
+from distributed.support import FSDP_ON_CPUS, Net, loss_of, spawn
 from monarch_rocm import MonarchLinear
 from monarch_rocm.distributed import Checkpoints, parallelize
 
@@ -64,6 +64,7 @@ def load_each(rank, ranks, modes, sources, folder):
     return found
 
 
+@FSDP_ON_CPUS
 def test_checkpoints_load_in_every_other_mode(tmp_path):
     """Saved on four ranks in four modes, loaded on two ranks in three and in one process."""
     modes = ["ddp", "fsdp", "tp", "fsdp+tp"]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from distributed.support import Net, loss_of, spawn, whole
+from distributed.support import FSDP_ON_CPUS, Net, loss_of, spawn, whole
 from monarch_rocm import MonarchLinear
 from monarch_rocm.distributed import MonarchParallel, NormParallel, parallelize
 from monarch_rocm.distributed.parallel import shard_dim
@@ -173,6 +173,7 @@ RUNS = {
 }
 
 
+@FSDP_ON_CPUS
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_equals_one_process(ranks, tmp_path):
     """Three clipped AdamW steps in every mode; the tied head stays tied, options change nothing."""
@@ -246,6 +247,7 @@ def mixed(rank, ranks):
     return seen[0], dtypes, same
 
 
+@FSDP_ON_CPUS
 def test_mixed_precision(tmp_path):
     """Products in bfloat16, parameters and gradients in float32."""
     for seen, dtypes, same in spawn(mixed, 2, tmp_path, 2):
