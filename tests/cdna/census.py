@@ -84,6 +84,8 @@ def kept_runs(folder: Path, head: dict[str, Any]) -> tuple[dict[tuple[str, ...],
         row |= {"right": True, "error_over_allowed": float(row["error_over_allowed"])}
         if row["kernel"] == "layer":
             del row["row"]  # which `summary` takes for the number of a config
+        else:
+            row["row"] = int(row["row"])
         found[key] = row
     return found, before["faults"]
 
@@ -174,16 +176,14 @@ def main() -> int:
     arguments = parser.parse_args()
     head = {"triton": triton.__version__, "torch": torch.__version__.partition("+")[0], "sources": sources()}
     kept, faults = kept_runs(arguments.folder, head) if arguments.changed else ({}, None)
-    every = [*cases.every_case(), *layers.every_layer()]
-    named = [arguments.only in str(case) for case in every]
-    if not arguments.changed:
-        every = [case for case, is_named in zip(every, named, strict=True) if is_named]
-        named = [True] * len(every)
-    # What layers launch depends on more than a row.
-    known = [
-        None if is_named and isinstance(case, layers.Layer) else kept.get(identity(start_of(case)))
-        for case, is_named in zip(every, named, strict=True)
-    ]
+    every, known = [], []
+    for case in (*cases.every_case(), *layers.every_layer()):
+        named = arguments.only in str(case)
+        # What layers launch depends on more than a row.
+        row = None if named and isinstance(case, layers.Layer) else kept.get(identity(start_of(case)))
+        if named or row is not None:
+            every.append(case)
+            known.append(row)
     chosen = [case for case, row in zip(every, known, strict=True) if row is None]
     fresh = []
     with ProcessPoolExecutor(arguments.jobs) as pool:
