@@ -26,6 +26,7 @@ import pytest
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from sub_blocks import sub_blocks
 from support import DEVICE, DTYPES, LAYOUTS, force, interpreter_mended, svd_budget
 from torch import nn
 
@@ -247,17 +248,10 @@ def check_projection(case):
     padded = F.pad(
         weight.to(high), (0, shape.K * shape.P - shape.in_features, 0, shape.L * shape.S - shape.out_features)
     )
-    shared = Counter((j // shape.Q, j % shape.L) for j in range(shape.K * shape.Q))
-    discarded = 0.0
-    for k in range(shape.K):
-        for l in range(shape.L):
-            rows = (
-                slice(l, None, shape.L)
-                if shape.layout == "interleaved"
-                else slice(l * shape.S, (l + 1) * shape.S)
-            )
-            sigma = torch.linalg.svdvals(padded[rows, k * shape.P : (k + 1) * shape.P])
-            discarded += float(sigma[shared[k, l] :].square().sum())
+    discarded = sum(
+        float(torch.linalg.svdvals(block)[kept:].square().sum())
+        for block, kept in sub_blocks(weight.to(high), shape)
+    )
     dense = monarch_weight(one.to(high), two.to(high), layout=shape.layout)
     change = dense[: shape.out_features, : shape.in_features] - weight.to(high)
     error = float(torch.linalg.vector_norm(dense - padded))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sub_blocks import sub_blocks
 from support import DEVICE, by_layout, by_shape, make_operands, make_shape, svd_budget
 
 from monarch_rocm import monarch_weight, project
@@ -12,21 +13,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:a Monarch layer")
 def rebuilt(weight, nblocks, rank=None, layout="interleaved"):
     w1, w2 = project(weight, nblocks, rank, layout=layout)
     return monarch_weight(w1, w2, layout=layout)[: weight.shape[0], : weight.shape[1]]
-
-
-def sub_blocks(weight, shape):
-    """The K*L sub-blocks by slicing, and the rank that each may have."""
-    padded = weight.new_zeros(shape.L * shape.S, shape.K * shape.P)
-    padded[: weight.shape[0], : weight.shape[1]] = weight
-    for k in range(shape.K):
-        for l in range(shape.L):
-            rows = (
-                slice(l, None, shape.L)
-                if shape.layout == "interleaved"
-                else slice(l * shape.S, (l + 1) * shape.S)
-            )
-            rank = sum((k * shape.Q + q) % shape.L == l for q in range(shape.Q))
-            yield padded[rows, k * shape.P : (k + 1) * shape.P], rank
 
 
 @by_shape
