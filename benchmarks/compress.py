@@ -24,12 +24,12 @@ import compress_minilm as minilm  # noqa: E402
 import compress_times  # noqa: E402
 from environment import environment  # noqa: E402
 from minilm_texts import texts  # noqa: E402
+from report import insert  # noqa: E402
 from transformers import AutoModel, AutoTokenizer  # noqa: E402
 
 import monarch_rocm  # noqa: E402
 from monarch_rocm import Budget, MonarchConfig  # noqa: E402
 
-MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
 TIMES = ROOT / "benchmarks" / "results" / "compress_times.json"
 SMALL, SMALLER = 16_100_000, 13_000_000  # parameters
 
@@ -66,10 +66,8 @@ def table(result):
 def write_report(result, times):
     """Put the tables into the guide."""
     page = ROOT / "docs" / "compression.md"
-    before, rest = page.read_text(encoding="utf-8").split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    text = f"{before}{MARKS[0]}\n{table(result)}\n\n{compress_times.table(times)}\n{MARKS[1]}{after}"
-    page.write_text(text, encoding="utf-8")
+    tables = f"{table(result)}\n\n{compress_times.table(times)}"
+    page.write_text(insert(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 def main():

@@ -66,11 +66,11 @@ def in_readme(row):
     return many and row["nblocks"] in blocks and row["tokens"] not in (4, 32768)
 
 
-def insert(text, table):
+def insert(text, table, marks=MARKS):
     """`text` with the table between its marks."""
-    pattern = re.compile(re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1]), re.S)
-    assert pattern.search(text), "the README has lost its marks"
-    return pattern.sub(lambda _: f"{MARKS[0]}\n{table}\n{MARKS[1]}", text)
+    pattern = re.compile(re.escape(marks[0]) + ".*?" + re.escape(marks[1]), re.S)
+    assert pattern.search(text), f"the page has lost its marks, {marks[0]} and {marks[1]}"
+    return pattern.sub(lambda _: f"{marks[0]}\n{table}\n{marks[1]}", text)
 
 
 def plot(result, path):

@@ -16,6 +16,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from report import insert
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.csv"
 KEYS = ("python", "torch", "triton", "tests")
@@ -77,9 +79,8 @@ def main():
             writer.writeheader()
             writer.writerows(sorted(rows, key=lambda each: [each[key] for key in KEYS]))
     page = ROOT / "README.md"
-    before, rest = page.read_text().split(MARKS[0])
     table = markdown(list(csv.DictReader(RESULTS.open())))
-    page.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+    page.write_text(insert(page.read_text(), table, MARKS))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from monarch_rocm.codegen.compiling import compile_launch, start
 from monarch_rocm.codegen.layers import Launch, Layer, launches
@@ -100,16 +100,7 @@ def key_of(job: Job, launch: Launch) -> str:
 
 def compile_job(job: Job) -> Code:
     """From the disk where it is there."""
-    launch = launch_of(job)
-    key = key_of(job, launch)
-    file = CACHE / key[:2] / f"{key}.json"
-    try:
-        return Code(**json.loads(file.read_text()))
-    except (FileNotFoundError, ValueError):
-        pass
-    code = _compile(job, launch)
-    _write(file, code)
-    return code
+    return _stored(job, ".json", Code, _compile)
 
 
 def _compile(job: Job, launch: Launch) -> Code:
@@ -153,31 +144,38 @@ class Counted:
 
 def count_job(job: Job) -> Counted:
     """From the disk where it is there."""
+    return _stored(job, ".counted.json", Counted, _count)
+
+
+def _count(job: Job, launch: Launch) -> Counted:
     from cdna import counts
 
-    launch = launch_of(job)
-    key = key_of(job, launch)
-    file = CACHE / key[:2] / f"{key}.counted.json"
-    try:
-        return Counted(**json.loads(file.read_text()))
-    except (FileNotFoundError, ValueError):
-        pass
     try:
         counters = counts.run(launch, job.arch, workgroups=1)
         waves = dict(job.config)["num_warps"]
         instructions = {name: count / waves for name, count in counters.instructions.items()}
-        found = Counted(counters.conflict_factor(), counters.line_factor(), instructions)
+        return Counted(counters.conflict_factor(), counters.line_factor(), instructions)
     except Exception as error:  # whatever the interpreter raises: the candidate is none
-        found = Counted(failure=f"{type(error).__name__}: {error}"[:300])
-    _write(file, found)
-    return found
+        return Counted(failure=f"{type(error).__name__}: {error}"[:300])
 
 
-def _write(file: Path, found: Code | Counted) -> None:
+Kept = TypeVar("Kept", Code, Counted)
+
+
+def _stored(job: Job, ending: str, kind: type[Kept], make: Callable[[Job, Launch], Kept]) -> Kept:
+    launch = launch_of(job)
+    key = key_of(job, launch)
+    file = CACHE / key[:2] / f"{key}{ending}"
+    try:
+        return kind(**json.loads(file.read_text()))
+    except (FileNotFoundError, ValueError):
+        pass
+    found = make(job, launch)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps(asdict(found)))
     part.replace(file)  # whoever reads sees all of it or nothing
+    return found
 
 
 def compile_all(jobs: Iterable[Job], processes: int) -> Iterator[tuple[Job, Code]]:
