@@ -50,8 +50,8 @@ class Run:
     width: int = 512
     nblocks: int = 0
     rank: int = 0  # 0: fly's sizes
-    lr: float = 1e-3  # of a dense layer of width 512
-    times: float = 1.0  # all matrices' rates in the blocks, as a multiple of the recommended
+    lr: float = 1e-3  # times sqrt(512 / n) for a matrix in the blocks whose outputs read n inputs
+    times: float = 1.0  # of all matrices in the blocks
     optimizer: str = "adamw"
     options: str = ""  # words, joined by +
     seed: int = 0
@@ -102,11 +102,14 @@ def build(run, device):
 
 def optimizers(run, model, device):
     """The optimizers, each with its groups."""
-    wanted = {"lr": run.lr, "weight_decay": 0.1, "base_fan_in": 512}
-    matrices = optim.param_groups(model.blocks, **wanted, matrices=True)
+    wanted = {"lr": run.lr, "weight_decay": 0.1, "base_width": 512}
+    # By the rule for Muon also for AdamW: rates mean the same in every row, whatever the package recommends.
+    matrices, head = (
+        optim.param_groups(part, **wanted, matrices=True) for part in (model.blocks, model.head)
+    )
     for group in matrices:
         group["lr"] = group["initial_lr"] = group["lr"] * run.times
-    others = optim.param_groups(model, **wanted, without=matrices)
+    others = head + optim.param_groups(model, **wanted, without=matrices + head)
     if run.optimizer == "muon":
         kinds = [optim.Muon(matrices)]
         kinds.append(torch.optim.AdamW(others, betas=(0.9, 0.95), fused=True))
@@ -362,6 +365,7 @@ def grids():
     words = [monarch(8, 512, options=options, **SMALL, **ADAMW) for options in ("blocked", "guided")]
     small = {"steps": 20, "width": 64, "layers": 2, "head_size": 32, "context": 64, "tokens": 512}
     tiny = dense(**TINY), monarch(4, **TINY | {"width": 96})
+    tiny_ranks = [monarch(4, rank=rank, **TINY) for rank in (2, 4, 8)] + [monarch(8, **TINY | {"width": 128})]
     return {
         "scout": scout,
         "main": main,
@@ -383,6 +387,8 @@ def grids():
             *tried(tiny, ADAMW),
             *tried(tiny, MUON, (0.5,)),
             *tried(tiny[1:], ADAMW, (0.5, 8)),
+            *tried(tiny, ADAMW, (1.4, 2.8)),
+            *tried(tiny_ranks, ADAMW),
             *tried(tiny[1:], CAPPED, (4, 16)),
             *[dataclasses.replace(tiny[1], options=options, **ADAMW) for options in ("blocked", "guided")],
         ],
