@@ -137,7 +137,7 @@ def _answer(question):
             passed.append(parameter.name)
     source = ASTSource(kernel, signature, constants, attributes)
     dtype = next(iter(question["tensors"].values()))[0]
-    with compiling(question["arch"], getattr(torch, dtype).itemsize):
+    with compiling(kernel, question["arch"], getattr(torch, dtype).itemsize):
         compiled = triton.compile(source, target=GPUTarget("hip", question["arch"], 64), options=options)
     return {
         "assembly": compiled.asm["amdgcn"],
