@@ -208,14 +208,20 @@ def _eager() -> bool:
 
 
 def _all_plain(args: tuple[Any, ...]) -> bool:
-    """Whether no argument is of a tensor subclass."""
-    for arg in args:  # noqa: SIM110
-        if type(arg) not in _PLAIN and isinstance(arg, Tensor):
+    """Whether no argument is of a tensor subclass, nor a view whose minus sign the dispatcher is still to
+    apply, as of `x.conj().imag`: kernels read what lies in memory.
+    """
+    for arg in args:
+        if type(arg) in _TENSORS:
+            if arg.is_neg():
+                return False
+        elif type(arg) not in _OTHERS and isinstance(arg, Tensor):
             return False
     return True
 
 
-_PLAIN = (Tensor, Parameter, int, bool, str, NoneType)
+_TENSORS = (Tensor, Parameter)
+_OTHERS = (int, bool, str, NoneType)
 
 
 def _call(function: type[Function], *args: Any) -> Any:

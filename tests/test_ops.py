@@ -401,6 +401,32 @@ def test_change_of_the_input_after_the_forward_raises():
             y.sum().backward()
 
 
+@by_backend
+@pytest.mark.parametrize("nblocks", [1, 2], ids=str)
+def test_a_minus_sign_that_a_view_has_yet_to_apply_is_applied(backend, nblocks):
+    """As in `x.conj().imag`, also of gradients that come through complex numbers: kernels read memory."""
+
+    def lazy(t):
+        view = torch.complex(torch.zeros_like(t), -t).conj().imag
+        assert view.is_neg()
+        return view
+
+    def results(operands, grad, backend):
+        operands = [t.detach().requires_grad_() for t in operands]
+        y = monarch_linear(*operands, backend=backend)
+        return [y.detach(), *torch.autograd.grad(y, operands, grad)]
+
+    operands = [t.detach() for t in make_operands(MonarchShape(16, 12, nblocks, rank=2), torch.float32)]
+    grad = torch.randn(9, 12, device=DEVICE)
+    exact = results([t.double() for t in operands], grad.double(), "reference")
+    views = [lazy(t) for t in operands]
+    with torch.no_grad():
+        inference = [monarch_linear(*views, backend=backend)]
+    for got in (inference, results(views, grad, backend), results(operands, lazy(grad), backend)):
+        for one, wanted in zip(got, exact, strict=False):
+            torch.testing.assert_close(one, wanted.float(), rtol=1e-4, atol=1e-4)
+
+
 def test_ops_have_no_reference_backend():
     x, w1, w2, b = (t.detach() for t in make_operands(make_shape(SHAPE), torch.float32, (2,)))
     with pytest.raises(ValueError, match="no backend 'reference'"):
