@@ -169,6 +169,24 @@ def test_compile_without_graph_breaks_for_any_batch(backend, autocast):
             torch.testing.assert_close(fast, eager)
 
 
+@by_layout
+def test_sizes_that_vary_compile_without_graph_breaks(layout):
+    """Found by fuzzing: given in_features and out_features that are not known while compiling failed."""
+    torch.compiler.reset()
+
+    def padded(x, w1, w2, bias):
+        sizes = {"in_features": x.shape[-1], "out_features": bias.shape[0]}
+        return monarch_linear(x, w1, w2, bias, **sizes, layout=layout)
+
+    compiled = torch.compile(padded, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sizes in (SHAPE, (11, 14, (2, 3), None)):
+        operands = make_operands(make_shape(sizes, layout), torch.float64)
+        y = compiled(*operands)
+        torch.testing.assert_close(y, padded(*operands))
+        got, wanted = (torch.autograd.grad(out.sum(), operands) for out in (y, padded(*operands)))
+        torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.slow
 def test_compile_with_inductor():
     module = layer("torch", torch.float32)
