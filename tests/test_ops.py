@@ -107,6 +107,32 @@ def test_vmap_over_layers(backend):
     torch.testing.assert_close(got, torch.stack([module(x) for module in modules]))
 
 
+@by_backend
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_many_gradients_in_one_pass_are_each_right(backend):
+    """`is_grads_batched`, and with it the vectorized `jacobian` and `hessian`, as for `nn.Linear`."""
+    module = layer(backend, torch.float32)
+    x = torch.randn(4, 7, device=DEVICE, requires_grad=True)
+    wanted = (x, *module.parameters())
+    y, grads = module(x), torch.randn(3, 4, 5, device=DEVICE)
+    found = torch.autograd.grad(y, wanted, grads, is_grads_batched=True, retain_graph=True)
+    for i, grad in enumerate(grads):
+        one = torch.autograd.grad(y, wanted, grad, retain_graph=True)
+        torch.testing.assert_close([each[i] for each in found], list(one))
+    functions = torch.autograd.functional
+    jacobian = functions.jacobian(module, x[0].detach(), vectorize=True)
+    torch.testing.assert_close(jacobian, module.weight.detach(), rtol=1e-4, atol=1e-5)
+    if backend == "triton":
+        return  # the same ops, whose kernels the interpreter runs too slowly
+
+    def cubes(*operands):
+        return call(backend)(*operands).pow(3).sum()
+
+    operands = tuple(t.detach() for t in make_operands(make_shape(SHAPE), torch.float32, (2,)))
+    found, exact = (functions.hessian(cubes, operands, vectorize=vectorize) for vectorize in (True, False))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("no_grad", [False, True])
 def test_forward_mode_raises_rather_than_answer_zero(no_grad):
     module = layer().requires_grad_(not no_grad)
