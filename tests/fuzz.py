@@ -173,7 +173,7 @@ def mapped_layers(ours, case):
         if x.ndim == 1:
             return ours(x, *rest)
         layers = (None if t is None else t.expand(len(x), *t.shape) for t in rest)
-        return torch.vmap(ours, (0, 0, 0, 0 if rest[-1] is not None else None))(x, *layers)
+        return torch.vmap(ours, (0, 0, 0, 0 if rest[-1] is not None else None))(x, *layers).contiguous()
 
     return call
 
@@ -234,6 +234,7 @@ WAYS = {
     "in place": (in_place, OPERANDS),
     "of a subclass": (of_subclass, OPERANDS),
     "autocast": (in_autocast, OPERANDS),
+    "batched gradients": (lambda ours, case: ours, OPERANDS),
     "vmap": (mapped, OPERANDS),
     "vmap of layers": (mapped_layers, {"x"}),  # sums over samples would be rounded one by one
     "compiled": (compiled, OPERANDS),
@@ -293,14 +294,18 @@ def plain(shape, x, w1, w2, bias):
     return y if bias is None else y + bias
 
 
-def gradients(function, operands, wanted, grad):
-    """Output and the wanted gradients, by name."""
+def gradients(function, operands, wanted, grad, batched=False):
+    """Output and the wanted gradients, by name; `batched` with those of another in one pass."""
     operands = {
         name: None if t is None else t.detach().requires_grad_(name in wanted) for name, t in operands.items()
     }
     y = function(*operands.values())
     names = [name for name in wanted if operands[name] is not None]
-    found = torch.autograd.grad(y, [operands[name] for name in names], grad) if names else ()
+    if batched:
+        grad = torch.stack([grad, -grad])
+    differentiated = [operands[name] for name in names]
+    found = torch.autograd.grad(y, differentiated, grad, is_grads_batched=batched) if names else ()
+    found = [each[0] if batched else each for each in found]
     return {"y": y.detach(), **dict(zip(names, found, strict=True))}
 
 
@@ -357,7 +362,8 @@ def check_layer(case):
 
     before = [t if t is None else t.clone() for t in operands.values()]
     with surrounded(case):
-        got = gradients(way(ours, case), operands, wanted, grad)
+        batched = case["way"] == "batched gradients"
+        got = gradients(way(ours, case), operands, wanted, grad, batched)
     memory = {t.untyped_storage().data_ptr() for t in (*operands.values(), grad) if t is not None}
     assert not got["y"].numel() or got["y"].untyped_storage().data_ptr() not in memory
     for old, new in zip(before, operands.values(), strict=True):
