@@ -13,11 +13,14 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime import driver
 
 from monarch_rocm.kernels import tuning
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+LOOPED_AGAIN = frozenset({"chained_kernel"})  # kernels that come to a loop of products more than once
 MOST = 2**14  # keys that are remembered: strides of hidden features change with the tokens
 # A compiled kernel's `run`, what that wants next, the last arguments in the kernel's order, which are its
 # constants, and the kernel itself, which unloads its code when it is forgotten.
@@ -76,7 +79,7 @@ def launch(
     if ready is not None and not watched():
         again(ready, programs, current_stream(device), (*tensors, *scalars, *strides))
         return ready
-    with compiling(tuning.architecture(tensors[0].device), tensors[0].itemsize):
+    with compiling(kernel, tuning.architecture(tensors[0].device), tensors[0].itemsize):
         compiled = kernel[(programs,)](*tensors, *scalars, *strides, **constants)
     if compiled is None:  # the interpreter compiles nothing
         return None
@@ -106,20 +109,36 @@ def current_stream(device: int) -> int:
 
 
 @contextmanager
-def compiling(arch: str, itemsize: int) -> Iterator[None]:
-    """Within, Triton compiles kernels for numbers of that many bytes as `arch` wants it.
+def compiling(kernel: Any, arch: str, itemsize: int) -> Iterator[None]:
+    """Within, Triton compiles `kernel` for numbers of that many bytes as `arch` wants it."""
+    wanted = options(kernel.__name__, arch, itemsize) if arch.startswith("gfx") else {}
+    if not wanted:
+        yield
+        return
+    with knobs.amd.scope():
+        for name, value in wanted.items():
+            setattr(knobs.amd, name, value)
+        yield
+
+
+def options(kernel: str, arch: str, itemsize: int) -> dict[str, bool]:
+    """Which of Triton's options for AMD GPUs a kernel needs to be set, by name.
 
     Hidden features and gradients are not contiguous along the summed index. gfx942 transposes them in
     registers on their way to local memory; gfx90a does so only when told to, and else reads 2-byte
     numbers from there one by one. For 4-byte numbers that takes more instructions than it saves. What
     the user has set stays.
+
+    Copies straight into local memory, which gfx950 makes by default since Triton 3.8, are wrong before
+    3.9 where a kernel comes to a loop again: no barrier keeps its first copies from what other waves
+    still read in the last step of the time before. Whatever the user has set, there are none then.
     """
-    if arch != "gfx90a" or itemsize != 2 or knobs.amd.use_in_thread_transpose is not None:
-        yield
-        return
-    with knobs.amd.scope():
-        knobs.amd.use_in_thread_transpose = True
-        yield
+    wanted = {}
+    if arch == "gfx90a" and itemsize == 2 and knobs.amd.use_in_thread_transpose is None:
+        wanted["use_in_thread_transpose"] = True
+    if kernel in LOOPED_AGAIN and TRITON < (3, 9):
+        wanted["use_async_copy"] = False
+    return wanted
 
 
 def watched() -> bool:

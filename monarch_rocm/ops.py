@@ -208,14 +208,25 @@ def _eager() -> bool:
 
 
 def _all_plain(args: tuple[Any, ...]) -> bool:
-    """Whether no argument is of a tensor subclass."""
-    for arg in args:  # noqa: SIM110
-        if type(arg) not in _PLAIN and isinstance(arg, Tensor):
+    """Whether no argument is of a tensor subclass, nor a view whose minus sign the dispatcher is still to
+    apply, as of `x.conj().imag`: kernels read what lies in memory.
+    """
+    for arg in args:
+        if type(arg) in _TENSORS:
+            if arg.is_neg():
+                return False
+        elif type(arg) not in _OTHERS and isinstance(arg, Tensor):
             return False
     return True
 
 
-_PLAIN = (Tensor, Parameter, int, bool, str, NoneType)
+def _is_batched(arg: Any) -> bool:
+    """Whether it is many gradients in one, as of `is_grads_batched=True`, which only the dispatcher knows."""
+    return type(arg) is Tensor and torch._C._functorch.is_legacy_batchedtensor(arg)
+
+
+_TENSORS = (Tensor, Parameter)
+_OTHERS = (int, bool, str, NoneType)
 
 
 def _call(function: type[Function], *args: Any) -> Any:
@@ -224,9 +235,7 @@ def _call(function: type[Function], *args: Any) -> Any:
     `Function.apply` binds its arguments by signature, and an op goes through the dispatcher: together
     they cost more than a small layer takes. Eager calls go around both, to the same `impl`.
     """
-    if not _eager():
-        return function.apply(*args)
-    if not _all_plain(args):
+    if not _eager() or not _all_plain(args) or any([_is_batched(arg) for arg in args[:2]]):  # noqa: C419
         return function.apply(*args)
     if torch.is_grad_enabled() and any([isinstance(arg, Tensor) and arg.requires_grad for arg in args]):  # noqa: C419
         return super(Function, function.Eager).apply(*args)  # type: ignore[attr-defined]

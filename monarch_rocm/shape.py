@@ -207,9 +207,10 @@ class MonarchShape:
 
 def check_size(name: str, value: object) -> int:
     """`value` as an int; raises unless it is one of at least 1."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    # `torch.compile` knows a size that varies as an int, and no attributes of it.
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
         raise TypeError(f"{name} must be an int, but {name}={value!r} was given")
-    size = operator.index(value)  # type: ignore[arg-type]
+    size = value if isinstance(value, int) else operator.index(value)  # type: ignore[arg-type]
     if size < 1:
         raise ValueError(f"{name} must be at least 1, but {name}={value!r} was given")
     return size

@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,11 +30,14 @@ from hypothesis import strategies as st
 from sub_blocks import sub_blocks
 from support import DEVICE, DTYPES, LAYOUTS, force, interpreter_mended, svd_budget
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from monarch_rocm import (
     MonarchConfig,
     MonarchLinear,
     MonarchShape,
+    decompositions,
     dispatch,
     healing,
     interop,
@@ -57,6 +61,8 @@ VIEWS = {
     "cut out": lambda t: torch.cat([torch.full_like(t, math.nan), t], -1)[..., t.shape[-1] :],
     "one row": lambda t: t[:1].expand_as(t),
     "one number": lambda t: t.flatten()[:1].as_strided(t.shape, [0] * t.ndim) if t.numel() else t,
+    # A conjugate, or a minus sign, that is still to be applied, as in `x.conj().imag`.
+    "lazy": lambda t: t.conj().resolve_conj().conj() if t.is_complex() else torch._neg_view(-t),
 }
 counted: Counter = Counter()
 
@@ -65,7 +71,9 @@ counted: Counter = Counter()
 def shapes(draw, most=40):
     """Any geometry: widths that blocks do not divide, more blocks than features, ranks above and below."""
     size = st.integers(1, most)
-    nblocks = st.one_of(st.integers(1, 9), st.tuples(st.integers(1, 7), st.integers(1, 7)))
+    some, one = st.integers(1, 7), st.just(1)
+    pairs = (st.tuples(some, some), st.tuples(some, one), st.tuples(one, some))
+    nblocks = st.one_of(one, st.integers(1, 9), *pairs)
     rank = st.one_of(st.none(), st.integers(1, 5))
     powers = st.tuples(
         st.sampled_from([16, 32, 64]), st.sampled_from([16, 32, 64]), st.sampled_from([1, 2, 4])
@@ -74,13 +82,16 @@ def shapes(draw, most=40):
     if draw(st.integers(0, 3)) == 0:  # sizes that `fused` takes
         wide, high, blocks = draw(powers)
         return MonarchShape(wide, high, blocks, None, layout)
-    return MonarchShape(draw(size), draw(size), draw(nblocks), draw(rank), layout)
+    blocks = draw(nblocks)
+    outputs = st.integers(1, blocks if isinstance(blocks, int) else blocks[1])  # blocks of one output
+    out_features = draw(st.one_of(size, size, outputs))
+    return MonarchShape(draw(size), out_features, blocks, draw(rank), layout)
 
 
 @st.composite
 def layers(draw):
     backend, path = draw(st.sampled_from(RUNS))
-    dtypes = DTYPES if backend == "triton" else [*DTYPES, torch.float64, torch.complex64]
+    dtypes = DTYPES if backend == "triton" else [*DTYPES, *WIDE]
     tokens = st.integers(0, 16 if path == "few" else 40)
     lead = draw(st.one_of(st.tuples(tokens), st.just(()), st.tuples(st.integers(0, 3), st.integers(0, 5))))
     names = ("x", "blkdiag1", "blkdiag2", "bias", "grad")
@@ -94,9 +105,145 @@ def layers(draw):
         "views": {name: draw(st.sampled_from(sorted(VIEWS))) for name in names},
         "wanted": draw(st.sets(st.sampled_from(names[:4]))),
         "recompute": draw(st.booleans()),
+        "way": draw(st.one_of(st.just("eager"), st.sampled_from(sorted(WAYS)))),
         "seed": draw(st.integers(0, 2**16)),
     }
 
+
+class Marked(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def within(context):
+    """Call a layer in a context."""
+
+    def way(ours, case):
+        def call(*given):
+            with context():
+                return ours(*given)
+
+        return call
+
+    return way
+
+
+def in_place(ours, case):
+    """Outputs belong to the caller, who may write over them."""
+    return lambda *given: ours(*given).add_(0)
+
+
+def of_subclass(ours, case):
+    def call(*given):
+        y = ours(*(None if t is None else t.as_subclass(Marked) for t in given))
+        assert type(y) is Marked
+        return y.as_subclass(torch.Tensor)
+
+    return call
+
+
+def in_autocast(ours, case):
+    """Wider operands, which autocast rounds; float64 and complex numbers stay as they are."""
+    low = case["dtype"] in (torch.bfloat16, torch.float16)
+    if case["dtype"] == torch.float32:
+        return ours
+
+    def call(*given):
+        with torch.autocast(DEVICE, case["dtype"] if low else torch.bfloat16):
+            return ours(*(t.float() if low and t is not None else t for t in given))
+
+    return call
+
+
+def mapped(ours, case):
+    """By `vmap` over the innermost tokens."""
+
+    def call(x, *rest):
+        if x.ndim == 1:
+            return ours(x, *rest)
+        axis = x.ndim - 2
+        return torch.vmap(ours, (axis, None, None, None), axis)(x, *rest).contiguous()
+
+    return call
+
+
+def mapped_layers(ours, case):
+    """By `vmap` over tokens that have a layer each."""
+
+    def call(x, *rest):
+        if x.ndim == 1:
+            return ours(x, *rest)
+        layers = (None if t is None else t.expand(len(x), *t.shape) for t in rest)
+        return torch.vmap(ours, (0, 0, 0, 0 if rest[-1] is not None else None))(x, *layers).contiguous()
+
+    return call
+
+
+def compiled(ours, case):
+    def call(*given):
+        torch.compiler.reset()
+        dynamic = bool(case["seed"] % 2) or None
+        return torch.compile(ours, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*given)
+
+    return call
+
+
+class Held(nn.Module):
+    def __init__(self, ours, operands):
+        super().__init__()
+        self.ours, self.operands = ours, operands
+
+    def forward(self, x):
+        return self.ours(x, *self.operands)
+
+
+def exported(ours, case):
+    return lambda x, *rest: torch.export.export(Held(ours, rest), (x,), strict=False).module()(x)
+
+
+def traced(ours, case):
+    return lambda *given: make_fx(ours)(*given)(*given)
+
+
+def checkpointed(ours, case):
+    return lambda *given: checkpoint(ours, *given, use_reentrant=False)
+
+
+def checked(ours, case):
+    """What the op promises to compilers: strides, and that no output is an input."""
+    shape = case["shape"]
+
+    def call(*given):
+        # PyTorch 2.8 cannot clone some inputs of no numbers.
+        if case["backend"] != "reference" and given[0].numel():
+            keep = bool(case["wanted"])
+            arguments = (*given, shape.out_features, shape.layout, keep, case["backend"])
+            tests = ("test_schema", "test_faketensor")
+            torch.library.opcheck(torch.ops.monarch_rocm.linear, arguments, test_utils=tests)
+        return ours(*given)
+
+    return call
+
+
+# How a layer is called, and of what gradients can then be asked for.
+OPERANDS = {"x", "blkdiag1", "blkdiag2", "bias"}
+WAYS = {
+    "eager": (lambda ours, case: ours, OPERANDS),
+    "no grad": (within(torch.no_grad), set()),
+    "inference": (within(torch.inference_mode), set()),
+    "deterministic": (lambda ours, case: ours, OPERANDS),
+    "in place": (in_place, OPERANDS),
+    "of a subclass": (of_subclass, OPERANDS),
+    "autocast": (in_autocast, OPERANDS),
+    "batched gradients": (lambda ours, case: ours, OPERANDS),
+    "vmap": (mapped, OPERANDS),
+    "vmap of layers": (mapped_layers, {"x"}),  # sums over samples would be rounded one by one
+    "compiled": (compiled, OPERANDS),
+    "compiled as on a GPU": (compiled, OPERANDS),
+    "exported": (exported, {"x"}),
+    "traced": (traced, set()),
+    "checkpoint": (checkpointed, OPERANDS),
+    "opcheck": (checked, OPERANDS),
+}
 
 values = st.recursive(
     st.one_of(
@@ -147,19 +294,41 @@ def plain(shape, x, w1, w2, bias):
     return y if bias is None else y + bias
 
 
-def gradients(function, operands, wanted, grad):
-    """Output and the wanted gradients, by name."""
+def gradients(function, operands, wanted, grad, batched=False):
+    """Output and the wanted gradients, by name; `batched` with those of another in one pass."""
     operands = {
         name: None if t is None else t.detach().requires_grad_(name in wanted) for name, t in operands.items()
     }
     y = function(*operands.values())
     names = [name for name in wanted if operands[name] is not None]
-    found = torch.autograd.grad(y, [operands[name] for name in names], grad) if names else ()
+    if batched:
+        grad = torch.stack([grad, -grad])
+    differentiated = [operands[name] for name in names]
+    found = torch.autograd.grad(y, differentiated, grad, is_grads_batched=batched) if names else ()
+    found = [each[0] if batched else each for each in found]
     return {"y": y.detach(), **dict(zip(names, found, strict=True))}
 
 
+@contextmanager
+def surrounded(case):
+    """What is in force while a layer and its gradients run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if case["path"] is not None:
+            force(case["path"], patch)
+        if case["way"] == "compiled as on a GPU":
+            patch.setattr(decompositions, "OPAQUE", ())
+        torch.use_deterministic_algorithms(case["way"] == "deterministic")
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+    if case["path"] is not None:
+        dispatch.kernels().tuning.refresh()
+
+
 def check_layer(case):
-    """Every backend errs at most twice as much as plain PyTorch in the same dtype, against float64.
+    """Every backend errs at most twice as much as plain PyTorch in the same dtype, against float64, however
+    the layer is called; outputs are contiguous and nobody else's, and operands stay as they were.
 
     A float32 sum in another order may add its rounding. Where few numbers are compared, or few differ, a
     lucky rounding of PyTorch's may not decide: each number may then be off by one rounding of all that it
@@ -180,7 +349,9 @@ def check_layer(case):
         "bias": number(shape.out_features, name="bias") if case["bias"] else None,
     }
     grad = number(*lead, shape.out_features, name="grad")
-    wanted = sorted(case["wanted"])
+    way, allowed = WAYS[case["way"]]
+    wanted = sorted(case["wanted"] & allowed)
+    counted[f"layers, {case['way']}"] += 1
     sizes = {"in_features": shape.in_features, "out_features": shape.out_features, "layout": shape.layout}
 
     def ours(*given):
@@ -189,12 +360,14 @@ def check_layer(case):
     def formula(*given):
         return plain(shape, *given)
 
-    with pytest.MonkeyPatch.context() as patch:
-        if case["path"] is not None:
-            force(case["path"], patch)
-        got = gradients(ours, operands, wanted, grad)
-    if case["path"] is not None:
-        dispatch.kernels().tuning.refresh()
+    before = [t if t is None else t.clone() for t in operands.values()]
+    with surrounded(case):
+        batched = case["way"] == "batched gradients"
+        got = gradients(way(ours, case), operands, wanted, grad, batched)
+    memory = {t.untyped_storage().data_ptr() for t in (*operands.values(), grad) if t is not None}
+    assert not got["y"].numel() or got["y"].untyped_storage().data_ptr() not in memory
+    for old, new in zip(before, operands.values(), strict=True):
+        assert old is new is None or torch.equal(old, new)
     usual = gradients(formula, operands, wanted, grad)
 
     def widened(change):
@@ -227,7 +400,7 @@ def weights(draw):
         "shape": draw(shapes(24)),
         "dtype": draw(st.sampled_from([*DTYPES, torch.float64, torch.complex64])),
         "scale": draw(st.sampled_from([1.0, 0.0, 1e-3, 100.0])),
-        "view": draw(st.sampled_from(["plain", "every second", "features first", "one number"])),
+        "view": draw(st.sampled_from(["plain", "every second", "features first", "one number", "lazy"])),
         "seed": draw(st.integers(0, 2**16)),
     }
 

@@ -228,6 +228,20 @@ def test_kernels_are_exact_deterministic_and_on_one_axis(file):
 
 
 @needs_triton
+def test_launches_know_which_kernels_come_to_a_loop_again():
+    """Those with several loops, for which Triton before 3.9 makes races (`launch.options`)."""
+    from monarch_rocm.kernels import launch
+
+    loops = {
+        node.name: sum(isinstance(each, (ast.For, ast.While)) for each in ast.walk(node))
+        for file in KERNELS
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
+    }
+    assert {name for name, count in loops.items() if count > 1} == launch.LOOPED_AGAIN
+
+
+@needs_triton
 def test_cdna_configs_keep_few_stages():
     """AMD's guide: two for one product, one where a kernel fuses two; more needs too much local memory."""
     from monarch_rocm.kernels import tuning

@@ -238,6 +238,24 @@ def test_a_kernel_compiles_anew_for_new_constants_strides_or_alignment_and_never
     assert [go(one, 48, x[1:]), go(one, 48, x[4:]), go(one, 48, x.half())] == [6, 6, 7]
 
 
+@pytest.mark.parametrize(
+    ("version", "kernel", "arch", "copies"),
+    [
+        ((3, 8), "chained_kernel", "gfx950", False),
+        ((3, 9), "chained_kernel", "gfx950", True),
+        ((3, 8), "bdmm_kernel", "gfx950", True),
+        ((3, 8), "chained_kernel", "sm90", True),
+    ],
+)
+def test_no_copies_into_local_memory_where_triton_lets_them_race(version, kernel, arch, copies, monkeypatch):
+    """Triton before 3.9, kernels that come to a loop again; even where the user asks for copies."""
+    monkeypatch.setenv("TRITON_HIP_USE_ASYNC_COPY", "1")
+    monkeypatch.setattr(launch, "TRITON", version)
+    with launch.compiling(SimpleNamespace(__name__=kernel), arch, 2):
+        assert triton.knobs.amd.use_async_copy is copies
+    assert triton.knobs.amd.use_async_copy is True
+
+
 @pytest.mark.gpu
 def test_more_than_31_bits_of_elements():
     """600,000 rows of 4,096: the last rows lie past 2**31 elements."""

@@ -107,6 +107,32 @@ def test_vmap_over_layers(backend):
     torch.testing.assert_close(got, torch.stack([module(x) for module in modules]))
 
 
+@by_backend
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_many_gradients_in_one_pass_are_each_right(backend):
+    """`is_grads_batched`, and with it the vectorized `jacobian` and `hessian`, as for `nn.Linear`."""
+    module = layer(backend, torch.float32)
+    x = torch.randn(4, 7, device=DEVICE, requires_grad=True)
+    wanted = (x, *module.parameters())
+    y, grads = module(x), torch.randn(3, 4, 5, device=DEVICE)
+    found = torch.autograd.grad(y, wanted, grads, is_grads_batched=True, retain_graph=True)
+    for i, grad in enumerate(grads):
+        one = torch.autograd.grad(y, wanted, grad, retain_graph=True)
+        torch.testing.assert_close([each[i] for each in found], list(one))
+    functions = torch.autograd.functional
+    jacobian = functions.jacobian(module, x[0].detach(), vectorize=True)
+    torch.testing.assert_close(jacobian, module.weight.detach(), rtol=1e-4, atol=1e-5)
+    if backend == "triton":
+        return  # the same ops, whose kernels the interpreter runs too slowly
+
+    def cubes(*operands):
+        return call(backend)(*operands).pow(3).sum()
+
+    operands = tuple(t.detach() for t in make_operands(make_shape(SHAPE), torch.float32, (2,)))
+    found, exact = (functions.hessian(cubes, operands, vectorize=vectorize) for vectorize in (True, False))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("no_grad", [False, True])
 def test_forward_mode_raises_rather_than_answer_zero(no_grad):
     module = layer().requires_grad_(not no_grad)
@@ -167,6 +193,24 @@ def test_compile_without_graph_breaks_for_any_batch(backend, autocast):
         for eager, fast in zip(*results, strict=True):
             assert eager.dtype == fast.dtype
             torch.testing.assert_close(fast, eager)
+
+
+@by_layout
+def test_sizes_that_vary_compile_without_graph_breaks(layout):
+    """Found by fuzzing: given in_features and out_features that are not known while compiling failed."""
+    torch.compiler.reset()
+
+    def padded(x, w1, w2, bias):
+        sizes = {"in_features": x.shape[-1], "out_features": bias.shape[0]}
+        return monarch_linear(x, w1, w2, bias, **sizes, layout=layout)
+
+    compiled = torch.compile(padded, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sizes in (SHAPE, (11, 14, (2, 3), None)):
+        operands = make_operands(make_shape(sizes, layout), torch.float64)
+        y = compiled(*operands)
+        torch.testing.assert_close(y, padded(*operands))
+        got, wanted = (torch.autograd.grad(out.sum(), operands) for out in (y, padded(*operands)))
+        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.slow
@@ -399,6 +443,32 @@ def test_change_of_the_input_after_the_forward_raises():
         x.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+@by_backend
+@pytest.mark.parametrize("nblocks", [1, 2], ids=str)
+def test_a_minus_sign_that_a_view_has_yet_to_apply_is_applied(backend, nblocks):
+    """As in `x.conj().imag`, also of gradients that come through complex numbers: kernels read memory."""
+
+    def lazy(t):
+        view = torch.complex(torch.zeros_like(t), -t).conj().imag
+        assert view.is_neg()
+        return view
+
+    def results(operands, grad, backend):
+        operands = [t.detach().requires_grad_() for t in operands]
+        y = monarch_linear(*operands, backend=backend)
+        return [y.detach(), *torch.autograd.grad(y, operands, grad)]
+
+    operands = [t.detach() for t in make_operands(MonarchShape(16, 12, nblocks, rank=2), torch.float32)]
+    grad = torch.randn(9, 12, device=DEVICE)
+    exact = results([t.double() for t in operands], grad.double(), "reference")
+    views = [lazy(t) for t in operands]
+    with torch.no_grad():
+        inference = [monarch_linear(*views, backend=backend)]
+    for got in (inference, results(views, grad, backend), results(operands, lazy(grad), backend)):
+        for one, wanted in zip(got, exact, strict=False):
+            torch.testing.assert_close(one, wanted.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_ops_have_no_reference_backend():

@@ -95,7 +95,7 @@ def compile_launch(launch: Launch, arch: str, buffers: bool = True) -> Any:
     from monarch_rocm.kernels.launch import compiling
 
     source, options = source_of(launch, buffers)
-    with compiling(arch, launch.tensors[0].itemsize):
+    with compiling(launch.kernel, arch, launch.tensors[0].itemsize):
         return compile(source, target=GPUTarget("hip", arch, 64), options=options)
 
 

@@ -14,7 +14,7 @@ import torch
 from support import poison_fresh_tensors
 
 from cdna.bits import EmulationError
-from cdna.compiler import Compiled, compile_kernel
+from cdna.compiler import Compiled, compile_kernel, process
 from cdna.counters import Counters
 from cdna.heap import Heap
 from cdna.machine import Machine
@@ -142,6 +142,7 @@ def on_cdna(arch, buffers=True, detailed=False, wide=False):
     from triton.runtime.interpreter import InterpretedFunction
 
     backend = Backend(arch, buffers, detailed)
+    process()  # before a launch, whose options it would keep
 
     def run(kernel, *args, grid, warmup, **constants):
         backend.launch(kernel, grid, args, constants)

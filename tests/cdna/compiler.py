@@ -30,25 +30,26 @@ class Compiled:
 
 
 @cache
-def _process():
+def process():
+    """The other process, with the environment of the first call: a launch sets options there for its own."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
+    started = subprocess.Popen(
         [sys.executable, "-m", "cdna.compiler"],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(process.kill)
-    return process
+    atexit.register(started.kill)
+    return started
 
 
 @cache
 def _ask(question):
-    process = _process()
-    process.stdin.write(question + "\n")
-    process.stdin.flush()
-    answer = json.loads(process.stdout.readline() or '{"error": "the compiler has died"}')
+    other = process()
+    other.stdin.write(question + "\n")
+    other.stdin.flush()
+    answer = json.loads(other.stdout.readline() or '{"error": "the compiler has died"}')
     if "error" in answer:
         raise RuntimeError(f"{answer['error']}\n{question}")
     return Compiled(answer["assembly"], answer["warps"], answer["lds"], tuple(answer["parameters"]))
@@ -136,7 +137,7 @@ def _answer(question):
             passed.append(parameter.name)
     source = ASTSource(kernel, signature, constants, attributes)
     dtype = next(iter(question["tensors"].values()))[0]
-    with compiling(question["arch"], getattr(torch, dtype).itemsize):
+    with compiling(kernel, question["arch"], getattr(torch, dtype).itemsize):
         compiled = triton.compile(source, target=GPUTarget("hip", question["arch"], 64), options=options)
     return {
         "assembly": compiled.asm["amdgcn"],

@@ -8,12 +8,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton", minversion="3.4")
-from cdna import cases, layers
+from cdna import cases, compiler, layers
 from monarch_rocm.kernels import tuning
 
 pytestmark = [
@@ -56,6 +57,16 @@ def test_a_layer_and_its_gradients_are_right(case):
     kernels = {launch.kernel for launch in found["launches"]}
     assert ("bdmv_kernel" if case.tokens <= cases.FEW else "bdmm_kernel") in kernels
     assert "bdmm_wgrad_kernel" in kernels
+
+
+def test_what_one_launch_asks_of_triton_reaches_no_other():
+    """Even where the first of a run asks: the compiling process starts before it."""
+    compiler.process.cache_clear()
+    asks = next(case for case in cases.every_case() if (case.arch, case.dtype.itemsize) == ("gfx90a", 2))
+    cases.try_case(asks)
+    variables = Path(f"/proc/{compiler.process().pid}/environ").read_text().split("\0")
+    options = {name for name in os.environ if name.startswith("TRITON_HIP")}
+    assert {each.partition("=")[0] for each in variables if each.startswith("TRITON_HIP")} == options
 
 
 def census(folder, *more):

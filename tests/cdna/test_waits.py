@@ -112,6 +112,27 @@ def test_a_copy_is_not_overwritten_before_it_arrives():
         run(COPIES + "ds_write_b32 v0, v0", lds=512, **GIVEN)
 
 
+# Each of two waves reads a place and then copies to its own, which lies at s2.
+OVERWRITE = "ds_read_b32 v9, v1\n{}\ns_mov_b32 m0, s2\nglobal_load_lds_dword v0, s[0:1]"
+
+
+def overwrite(between, read):
+    vectors = {0: LANE * 4, 1: np.arange(128).reshape(2, 64)[read] * 4}
+    return run(
+        OVERWRITE.format(between), vectors, {2: [0, 256]}, memory=WORDS, lds=512, waves=2, arch="gfx950"
+    )
+
+
+def test_a_copy_waits_at_a_barrier_for_what_another_wave_reads():
+    others = [1, 0]
+    overwrite("s_waitcnt lgkmcnt(0)\ns_barrier", others)
+    with pytest.raises(EmulationError, match="race, a write to what another wave read, no barrier"):
+        overwrite("s_waitcnt lgkmcnt(0)", others)
+    with pytest.raises(EmulationError, match="another wave's read is not waited for"):
+        overwrite("s_barrier", others)
+    overwrite("s_waitcnt lgkmcnt(0)", [0, 1])  # each wave its own place
+
+
 @pytest.mark.parametrize("text", ["s_waitcnt 0", "s_waitcnt foo(1)", "s_waitcnt_depctr 0xffe3"])
 def test_unknown_waits_raise(text):
     with pytest.raises(EmulationError, match="s_waitcnt"):
