@@ -75,16 +75,23 @@ def _compress(arguments: argparse.Namespace, console: Console, stage: list[str])
         budget = Budget(arguments.budget, arguments.of)
     except ValueError as error:
         raise InputError(error) from None
+    if arguments.heal < 0 or arguments.lr <= 0:
+        given = f"--heal {arguments.heal} --lr {arguments.lr:g}"
+        raise InputError(f"healing takes no fewer than 0 steps and a rate above 0, but {given} was given")
+    device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folder, out, work = arguments.model, arguments.out, arguments.out / WORK
     dense, tokenizer = _load(folder)
+    _check_tokenizer(tokenizer, texts, folder)
     if out.resolve() == folder.resolve():
         raise InputError("--out is the model's own folder, which is not overwritten")
     if (out / "config.json").exists() and not work.exists():
         raise InputError(f"{out} holds a model already; give another --out, or remove it")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dense.eval().to(device)
     readout = _readout(folder)
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to --out {out}: {error.strerror}") from None
     plan = {
         "budget": budget.fraction,
         "of": budget.of,
@@ -166,6 +173,29 @@ def _texts(file: Path) -> list[str]:
     return texts
 
 
+def _device(name: str) -> str:
+    """`name`, where a tensor can be put there."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # the latter from a PyTorch without GPUs
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--device {name} cannot be used: {reason}; give cpu, or leave it out") from None
+    return name
+
+
+def _check_tokenizer(tokenizer: Any, texts: list[str], folder: Path) -> None:
+    """Raise where most of the texts' tokens are unknown: transformers makes an empty tokenizer of a folder
+    that has none.
+    """
+    ids = [token for text in texts[:100] for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    unknown = sum(token == tokenizer.unk_token_id for token in ids)
+    if not ids or unknown > len(ids) / 2:
+        raise InputError(
+            f"the tokenizer of {folder} knows {len(ids) - unknown:,} of {len(ids):,} tokens of the first "
+            "texts: is its tokenizer.json missing, or are the texts in another language?"
+        )
+
+
 def _load(folder: Path) -> tuple[Any, Any]:
     """Model, of the class that its config names, and tokenizer."""
     if not (folder / "config.json").is_file():
@@ -186,11 +216,19 @@ def _load(folder: Path) -> tuple[Any, Any]:
         kind = next(
             (found for name in names if (found := getattr(transformers, name, None))), transformers.AutoModel
         )
-        model = kind.from_pretrained(folder, local_files_only=True)
+        model, found = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+        missing = sorted(name for name in found["missing_keys"] if "pooler" not in name)
+        if missing:
+            raise InputError(
+                f"the weights in {folder} lack {len(missing)} of the model's, to be drawn at random: "
+                f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+            )
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise InputError(f"a weights file of {folder} is cut or damaged, copy it again: {error}") from None
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InputError(f"cannot load {folder}: {str(error).splitlines()[0]}") from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

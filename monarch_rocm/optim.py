@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from monarch_rocm import init
 from monarch_rocm.linear import MonarchLinear
-from monarch_rocm.shape import MonarchShape
+from monarch_rocm.shape import MonarchShape, check_size
 
 
 def factor_rates(shape: MonarchShape, *, muon: bool = False) -> tuple[float, float]:
@@ -76,14 +76,15 @@ def param_groups(
             them gets `lr * base_width / sqrt(width * in_features)`, with `matrices`
             `lr * sqrt(base_width / in_features)`. Embeddings and vectors keep `lr`. Default: `lr`
             whatever the width.
-        matrices (bool): only factors and weights of `nn.Linear`, at `Muon`'s rates. Default:
-            everything, at Adam's.
+        matrices (bool): only factors and weights of `nn.Linear`, at `Muon`'s rates; the output layer of a
+            language model is better left to Adam (`without`). Default: everything, at Adam's.
         without (list of dict): leave out the parameters of these groups, of another optimizer.
 
     Returns:
         list of dict: groups with `params`, `lr`, `initial_lr` (for schedules) and `weight_decay`.
 
     Raises:
+        TypeError: a `base_width` that is no int.
         ValueError: no parameter left that requires a gradient; a `base_width` below 1.
 
     Example:
@@ -93,12 +94,12 @@ def param_groups(
         [(0.002, 0.1, 2), (0.001, 0.0, 2), (0.001, 0.1, 1)]
         >>> optimizer = torch.optim.AdamW(groups)
     """
-    if base_width is not None and base_width < 1:
-        raise ValueError(f"base_width must be at least 1, but base_width={base_width!r} was given")
+    if base_width is not None:
+        base_width = check_size("base_width", base_width)
     layers = [module for module in model.modules() if isinstance(module, (MonarchLinear, nn.Linear))]
-    width: float | None = base_width
+    width = base_width
     if base_width is not None and layers and not matrices:
-        width = statistics.median(layer.in_features for layer in layers)
+        width = statistics.median_low(layer.in_features for layer in layers)
     rates: dict[int, float] = {}
     for layer in layers:
         scale = 1.0

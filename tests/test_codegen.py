@@ -159,11 +159,21 @@ def test_an_exception_that_nothing_needs_is_refused():
     """Where budgets are compared: another Triton may well spill nothing."""
     sound = row()
     budgets = {sound.key: stored.numbers(sound)}
-    needless = Allowed("vector spills", "*", "why")
+    needless = Allowed("vector spills", "gfx942 | *", "why")
     assert rules(sound, exceptions=[needless], budgets=budgets) == ["vector spills"]
     assert rules(sound, exceptions=[needless]) == []
     elsewhere = Allowed("vector spills", "gfx90a | *", "not compiled this time")
     assert rules(sound, exceptions=[elsewhere], budgets=budgets) == []
+
+
+def test_an_exception_is_needless_only_once_all_its_architectures_were_judged():
+    """`monarch-rocm codegen --arch gfx942` must not ask to remove what gfx950 needs."""
+    rows = [row(arch) for arch in ("gfx90a", "gfx942", "gfx950")]
+    budgets = {each.key: stored.numbers(each) for each in rows}
+    everywhere, two = (Allowed("vector spills", f"{archs} | *", "why") for archs in ("*", "gfx9[04]*"))
+    assert rules(*rows[:2], exceptions=[everywhere], budgets=budgets) == []
+    assert rules(*rows[:2], exceptions=[two], budgets=budgets) == ["vector spills"]
+    assert rules(*rows, exceptions=[everywhere, two], budgets=budgets) == ["vector spills"] * 2
 
 
 def test_bank_conflicts_count_where_the_interpreter_ran_this_very_code():

@@ -9,6 +9,7 @@ from monarch_rocm import cli, compress, heal
 from monarch_rocm.integrations.transformers import register
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore:a Monarch layer")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
 
@@ -69,8 +70,6 @@ def test_a_run_out_of_memory_says_so_and_is_resumed(folder, monkeypatch, capsys)
     assert run(folder, "--heal", "2", budget="0.85") == 2
     assert "is of a run with" in capsys.readouterr().err
     monkeypatch.setattr(compress, "heal", heal)
-    assert run(folder, "--heal", "-1") == 2
-    assert "steps must be at least 1, but steps=-1" in capsys.readouterr().err
     assert run(folder, "--heal", "2", "--batch", "4") == 0
     assert fitted == [1]
 
@@ -113,10 +112,24 @@ def test_bad_input_says_what_was_given(folder, capsys):
     (place / "texts.txt").unlink()
     assert "cannot read --calibration" in said(folder)
     (place / "texts.txt").write_text(texts)
-    (folder / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(SystemExit):
         run(folder, "--batch", "0")
-    assert "cannot load" in said(folder)
+    assert "no fewer than 0 steps" in said(folder, "--heal", "-1")
+    assert "rate above 0" in said(folder, "--lr", "-1")
+    assert "--device foo cannot be used" in said(folder, "--device", "foo")
+    assert "cannot write to --out" in said(folder, out="texts.txt")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-8])
+    assert "cut or damaged" in said(folder)
+    kept = safetensors.load(weights)
+    lost = next(name for name, tensor in kept.items() if tensor.ndim > 1)
+    del kept[lost]
+    safetensors.save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert "lack 1 of the model's" in said(folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    for name in ("tokenizer.json", "vocab.txt"):
+        (folder / name).unlink(missing_ok=True)
+    assert "knows 0 of" in said(folder)
 
 
 def test_a_model_without_linear_layers_is_refused(folder, monkeypatch, capsys):

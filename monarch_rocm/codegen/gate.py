@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from monarch_rocm.codegen.assembly import LDS
 from monarch_rocm.codegen.compiling import Row
@@ -99,7 +100,8 @@ def judge(
 ) -> list[Failure]:
     """What the rows break that no exception allows, and exceptions for rows that break nothing.
 
-    Bank conflicts are judged where `executed` is of this very code. Without `budgets`, as for another
+    An exception is needless only once rows of every architecture that it speaks of were judged. Bank
+    conflicts are judged where `executed` is of this very code. Without `budgets`, as for another
     Triton than theirs, numbers are compared with nothing, and an exception may be needless; with them,
     each row must have one.
     """
@@ -121,7 +123,9 @@ def judge(
             needed |= allowed
             if not allowed:
                 failures.append(Failure(rule, key, message))
+    absent = set(LDS) - {row.arch for row in rows}
     for each in exceptions if budgets is not None else ():
-        if each not in needed and any(each.covers(rule, key) for key, rule, _ in judged):
+        open_yet = any(fnmatchcase(arch, each.rows.split(" | ")[0]) for arch in absent)
+        if each not in needed and not open_yet and any(each.covers(rule, key) for key, rule, _ in judged):
             failures.append(Failure(each.rule, each.rows, "the exception is needed no more: remove it"))
     return failures
