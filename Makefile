@@ -8,7 +8,7 @@ PIP = $(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints
 .PHONY: demo compress train train-images study train-distributed test test-fast test-cdna test-faults fuzz lint codegen tune-cdna bench doctor docs docs-serve clean
 
 demo: $(VENV)/demo
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/compress_minilm.py
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -u examples/compress_minilm.py
 
 train-distributed: $(VENV)/dev
 	$(VENV)/bin/python examples/train_distributed.py

@@ -72,8 +72,9 @@ def table(result):
         kinds = list(dict.fromkeys((row["mode"], row["batch"]) for row in found["rows"]))
         known = found["environment"]
         lines += [
-            f"Milliseconds a sentence of {LENGTH} tokens on {known['device']}, {known['threads']} thread(s), "
-            f"{known['dtype']}, {known['date']}, torch {known['torch']}, by `benchmarks/compress_times.py`"
+            f"Milliseconds a sentence of {LENGTH} tokens on {known['device']}, "
+            + (f"{known['threads']} thread(s), " if known["device_type"] == "cpu" else "")
+            + f"{known['dtype']}, {known['date']}, torch {known['torch']}, by `benchmarks/compress_times.py`"
             + (":" if known["device_type"] == "cuda" else " (in brackets the processor's own time):"),
             "",
             "| model | " + " | ".join(f"{mode}, batch {batch}" for mode, batch in kinds) + " |",
@@ -84,6 +85,8 @@ def table(result):
             cells = [f"{own[kind]['ms']:.3g}" for kind in kinds]
             if known["device_type"] != "cuda":
                 cells = [f"{cell} ({own[k]['cpu_ms']:.3g})" for cell, k in zip(cells, kinds, strict=True)]
+            name, _, limit = name.partition(":")
+            name += f", {int(limit) / 1e6:.1f}M" if limit else ""
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines).strip()

@@ -49,14 +49,19 @@ def markdown(result, chosen=lambda row: True):
             tokens,
             nblocks,
             layout,
-            f"{runs['dense']['p50_us']:.4g}",
-            f"{other['p50_us']:.4g}" if other else "",
-            f"{auto['p50_us']:.4g}",
+            rounded(runs["dense"]["p50_us"]),
+            rounded(other["p50_us"]) if other else "",
+            rounded(auto["p50_us"]),
             f"{runs['dense']['p50_us'] / auto['p50_us']:.2f}",
             "" if auto["floor_us"] is None else f"{auto['floor_us'] / auto['p50_us']:.0%}",
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
+
+
+def rounded(value):
+    """To four digits, without an exponent."""
+    return f"{float(f'{value:.4g}'):,g}"
 
 
 def in_readme(row):

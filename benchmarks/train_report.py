@@ -156,12 +156,14 @@ def markdown(path):
 def plot(entries, path):
     """Loss over FLOPs and over parameters, the best of each model of the largest size, and over rates."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
     plain = [entry for entry in entries if not entry.options]
     size = max((entry.size for entry in entries), key=lambda size: size[1])
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
-    *both, third = figure.subplots(1, 3)
+    figure = Figure(figsize=(9, 10), layout="constrained")
+    above, third = figure.subfigures(2, 1, height_ratios=(1, 1.1))
+    both, third = above.subplots(1, 2, sharey=True), third.subplots()
+    above.suptitle(f"the best of each model, {size[2]:,} steps of {size[1]:,} tokens", fontsize="medium")
     for axes, attribute, unit, label in zip(
         both,
         ("flops", "parameters"),
@@ -171,14 +173,17 @@ def plot(entries, path):
     ):
         kinds = defaultdict(list)
         for entry in best([entry for entry in plain if entry.size == size]):
-            kinds[entry.linear, entry.nblocks, entry.optimizer].append(entry)
+            if not entry.rank:
+                kinds[entry.linear, entry.nblocks, entry.optimizer].append(entry)
         for (linear, nblocks, optimizer), found in sorted(kinds.items()):
             found.sort(key=lambda e: getattr(e, attribute))
             name = "dense" if linear == "dense" else f"Monarch {nblocks}"
             xs, ys = [getattr(e, attribute) / unit for e in found], [e.loss for e in found]
             style = "o--" if linear == "dense" else "s-"
             axes.plot(xs, ys, style, label=f"{name}, {optimizer}")
-        axes.set(xlabel=label, ylabel="validation loss, nats a byte")
+        axes.set(xlabel=label)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+    both[0].set_ylabel("validation loss, nats a byte")
     both[1].legend()
     for found in by_model([entry for entry in plain if entry.optimizer == "adamw"]):
         if len(found) > 2:
@@ -187,11 +192,13 @@ def plot(entries, path):
             style = "o--" if found[0].linear == "dense" else "s-"
             third.plot([1e3 * e.rate for e in found], [e.loss - lowest for e in found], style, label=name)
     third.set(xscale="log", xlabel="lr of AdamW for param_groups(base_width=512), thousandths")
+    third.set_title("what another rate costs each model", fontsize="medium")
     third.set(ylabel="loss above the model's best", ylim=(-0.002, 0.09))
     third.xaxis.set_minor_formatter(NullFormatter())
     third.xaxis.set_major_locator(FixedLocator([0.25, 0.5, 1, 2, 4]))
     third.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    third.legend(fontsize="small")
+    if third.lines:
+        third.legend(fontsize="small")
     figure.savefig(path, dpi=110)
 
 

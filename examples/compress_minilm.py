@@ -142,6 +142,7 @@ def main():
     healing = Batches(tokenizer, found[CALIBRATION:], 1024)
 
     args.out.mkdir(parents=True, exist_ok=True)
+    console.print(f"fitting to {CALIBRATION} texts: minutes on a CPU")
     with console.status("fitting"):
         student, report = compress(dense, calibration, args.budget, MonarchConfig())
     print(report)
@@ -157,6 +158,8 @@ def main():
         form = "{:,}" if name == "parameters" else "{:.3f}"
         table.add_row(name, *(form.format(row[name]) for row in scores.values()))
     console.print(table)
+    if "probe" not in scores["dense"]:
+        console.print("No word lists at hand: with their texts (make compress) healing gains more.")
     console.print(f"on {device}, torch {torch.__version__}; model and plot of the report in {args.out}")
 
 
