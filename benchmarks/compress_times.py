@@ -105,6 +105,8 @@ def main():
     if gpu:  # one CUDA graph a batch size: what a service would run
         modes["compiled"] = {name: torch.compile(m, mode="reduce-overhead") for name, m in models.items()}
     found = {"environment": environment(args.device) | {"dtype": str(dtype)}, "rows": []}
+    old = json.loads(args.out.read_text()) if args.out.exists() else []
+    kept = [other for other in old if other["environment"]["device"] != found["environment"]["device"]]
     for mode, some in modes.items():
         for count in (1, 32):
             torch.compiler.reset()
@@ -112,9 +114,7 @@ def main():
                 row = {"name": name, "mode": mode, "batch": count, "tokens": LENGTH}
                 found["rows"].append(row | {"ms": clock, "cpu_ms": used})
                 print(found["rows"][-1], flush=True)
-    old = json.loads(args.out.read_text()) if args.out.exists() else []
-    kept = [other for other in old if other["environment"]["device"] != found["environment"]["device"]]
-    args.out.write_text(json.dumps([*kept, found], indent=1) + "\n")
+            args.out.write_text(json.dumps([*kept, found], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,18 @@ class Entry:
         return f"{kind}, {self.options}" if self.options else kind
 
     @property
+    def rate(self):
+        """The `lr` that gives matrices these rates by `param_groups(..., base_width=512)`.
+
+        The study's own unit is `lr * times * sqrt(512 / n)` for a matrix whose outputs read n inputs.
+        """
+        rate = self.lr * self.times
+        if self.optimizer == "muon":
+            return rate
+        rate *= math.sqrt(self.width / 512)
+        return rate if self.linear == "dense" else rate * 2 / math.sqrt(self.nblocks)
+
+    @property
     def reached(self):
         if not math.isfinite(self.loss):
             return "diverged"
@@ -71,7 +83,7 @@ def best(entries):
 def table(entries):
     """The best of each model, against the dense model of the same optimizer that costs most."""
     lines = [
-        "| layers | width | optimizer | rate | parameters | training PFLOP | loss | over dense | runs |",
+        "| layers | width | optimizer | lr | parameters | training PFLOP | loss | over dense | runs |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     chosen = sorted(best(entries), key=lambda e: (e.optimizer, -e.parameters))
@@ -79,27 +91,28 @@ def table(entries):
         dense = [e for e in chosen if e.linear == "dense" and e.optimizer == entry.optimizer]
         reference = max(dense, key=lambda e: e.flops, default=None)
         over = "" if reference in (None, entry) else f"{entry.loss - reference.loss:+.4f}"
-        cells = [entry.name, entry.width, entry.optimizer, f"{entry.lr:g} · {entry.times:g}"]
+        cells = [entry.name, entry.width, entry.optimizer, f"{entry.rate:.2g}"]
         cells += [f"{entry.parameters / 1e6:.2f} M", f"{entry.flops / 1e15:.3g}", entry.reached, over]
         lines.append("| " + " | ".join(map(str, [*cells, len(entry.losses)])) + " |")
     return "\n".join(lines)
 
 
-def rates(entries):
-    """Loss over multiples of the recommended rate, a row a model."""
-    models = defaultdict(dict)
+def by_model(entries):
+    """Entries of each model that was trained at several rates, in the order of these."""
+    models = defaultdict(list)
     for entry in entries:
-        models[entry.model, entry.lr][entry.times] = entry
-    models = {key: found for key, found in models.items() if len(found) > 1}
-    columns = sorted({times for found in models.values() for times in found})
-    lines = ["| layers | width | optimizer | " + " | ".join(f"times {t:g}" for t in columns) + " |"]
-    lines.append("|---" * (3 + len(columns)) + "|")
-    for found in models.values():
-        entry = next(iter(found.values()))
-        cells = [entry.name, entry.width, f"{entry.optimizer}, {entry.lr:g}"]
-        cells += [found[t].reached if t in found else "" for t in columns]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) if models else ""
+        models[entry.size, entry.model].append(entry)
+    return [sorted(found, key=lambda e: e.rate) for found in models.values() if len(found) > 1]
+
+
+def rates(entries):
+    """Loss at each rate, a row a model."""
+    lines = ["| layers | width | optimizer | lr: loss |", "|---|---|---|---|"]
+    for found in by_model(entries):
+        lowest = min(entry.loss for entry in found if math.isfinite(entry.loss))
+        cells = [f"{e.rate:.2g}: {f'**{e.reached}**' if e.loss == lowest else e.reached}" for e in found]
+        lines.append(f"| {found[0].name} | {found[0].width} | {found[0].optimizer} | {', '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def times(rows):
@@ -123,8 +136,8 @@ def markdown(path):
         f"Measured on {row['device']} ({' to '.join(dict.fromkeys((dates[0], dates[-1])))}, torch "
         f"{row['torch']}) by `benchmarks/train_study.py`; {len(rows)} runs in "
         f"`{path.resolve().relative_to(ROOT)}`. Losses are of validation, in nats a byte, a mean ± the "
-        "standard deviation where there are several seeds; rates are those of a dense layer times what "
-        "all matrices of the blocks got on top of `param_groups`; parameters are those of the blocks."
+        "standard deviation where there are several seeds; `lr` is what gives the blocks' matrices their "
+        "rates by `param_groups(..., base_width=512)`; parameters are those of the blocks."
     ]
     sizes = sorted({entry.size for entry in entries}, key=lambda size: -size[1])
     for size in sizes:
@@ -141,30 +154,44 @@ def markdown(path):
 
 
 def plot(entries, path):
-    """Loss over FLOPs and over parameters, the best of each model, for the largest size."""
+    """Loss over FLOPs and over parameters, the best of each model of the largest size, and over rates."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
 
+    plain = [entry for entry in entries if not entry.options]
     size = max((entry.size for entry in entries), key=lambda size: size[1])
-    some = best([entry for entry in entries if entry.size == size])
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    for axes, attribute, label in zip(
-        figure.subplots(1, 2, sharey=True),
+    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    *both, third = figure.subplots(1, 3)
+    for axes, attribute, unit, label in zip(
+        both,
         ("flops", "parameters"),
-        ("training FLOPs", "parameters in blocks"),
+        (1e15, 1e6),
+        ("training PFLOP", "million parameters in blocks"),
         strict=True,
     ):
         kinds = defaultdict(list)
-        for entry in some:
+        for entry in best([entry for entry in plain if entry.size == size]):
             kinds[entry.linear, entry.nblocks, entry.optimizer].append(entry)
         for (linear, nblocks, optimizer), found in sorted(kinds.items()):
             found.sort(key=lambda e: getattr(e, attribute))
             name = "dense" if linear == "dense" else f"Monarch {nblocks}"
-            xs, ys = [getattr(e, attribute) for e in found], [e.loss for e in found]
+            xs, ys = [getattr(e, attribute) / unit for e in found], [e.loss for e in found]
             style = "o--" if linear == "dense" else "s-"
             axes.plot(xs, ys, style, label=f"{name}, {optimizer}")
-        axes.set(xscale="log", xlabel=label)
-    axes.legend()
-    figure.axes[0].set_ylabel("validation loss, nats a byte")
+        axes.set(xlabel=label, ylabel="validation loss, nats a byte")
+    both[1].legend()
+    for found in by_model([entry for entry in plain if entry.optimizer == "adamw"]):
+        if len(found) > 2:
+            lowest = min(entry.loss for entry in found)
+            name = f"{found[0].name}, width {found[0].width}, {found[0].size[1]:,} tokens"
+            style = "o--" if found[0].linear == "dense" else "s-"
+            third.plot([1e3 * e.rate for e in found], [e.loss - lowest for e in found], style, label=name)
+    third.set(xscale="log", xlabel="lr of AdamW for param_groups(base_width=512), thousandths")
+    third.set(ylabel="loss above the model's best", ylim=(-0.002, 0.09))
+    third.xaxis.set_minor_formatter(NullFormatter())
+    third.xaxis.set_major_locator(FixedLocator([0.25, 0.5, 1, 2, 4]))
+    third.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    third.legend(fontsize="small")
     figure.savefig(path, dpi=110)
 
 
@@ -176,7 +203,8 @@ def main():
     for path in arguments.results:
         text, entries = markdown(path)
         plot(entries, path.with_suffix(".png"))
-        texts.append(f"{text}\n\n![Loss over FLOPs and parameters](../benchmarks/results/{path.stem}.png)")
+        title = "Loss over FLOPs, over parameters and over rates"
+        texts.append(f"{text}\n\n![{title}](../benchmarks/results/{path.stem}.png)")
     page = ROOT / "docs" / "training.md"
     page.write_text(insert(page.read_text(), "\n\n".join(texts)))
 

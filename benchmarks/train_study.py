@@ -6,7 +6,7 @@ The model, the text and the schedule are those of examples/train_lm.py; the text
 of the Python that runs this (standard library and site-packages, 110 MB). A row is appended as soon as
 a run ends; runs whose row is there already are skipped, so the same command goes on where it stopped.
 No run is begun that would not end within --minutes. On a GPU a whole training step is one CUDA graph,
-and --workers processes share the GPU, so that one compiles while others train: seconds of such runs
+and --workers processes share the GPUs, so that one compiles while others train: seconds of such runs
 are no timings, which `--grid timing --workers 1` measures.
 """
 
@@ -50,8 +50,8 @@ class Run:
     width: int = 512
     nblocks: int = 0
     rank: int = 0  # 0: fly's sizes
-    lr: float = 1e-3  # of a dense layer of width 512
-    times: float = 1.0  # all matrices' rates in the blocks, as a multiple of the recommended
+    lr: float = 1e-3  # times sqrt(512 / n) for a matrix in the blocks whose outputs read n inputs
+    times: float = 1.0  # of all matrices in the blocks
     optimizer: str = "adamw"
     options: str = ""  # words, joined by +
     seed: int = 0
@@ -102,11 +102,14 @@ def build(run, device):
 
 def optimizers(run, model, device):
     """The optimizers, each with its groups."""
-    wanted = {"lr": run.lr, "weight_decay": 0.1, "base_fan_in": 512}
-    matrices = optim.param_groups(model.blocks, **wanted, matrices=True)
+    wanted = {"lr": run.lr, "weight_decay": 0.1, "base_width": 512}
+    # By the rule for Muon also for AdamW: rates mean the same in every row, whatever the package recommends.
+    matrices, head = (
+        optim.param_groups(part, **wanted, matrices=True) for part in (model.blocks, model.head)
+    )
     for group in matrices:
         group["lr"] = group["initial_lr"] = group["lr"] * run.times
-    others = optim.param_groups(model, **wanted, without=matrices)
+    others = head + optim.param_groups(model, **wanted, without=matrices + head)
     if run.optimizer == "muon":
         kinds = [optim.Muon(matrices)]
         kinds.append(torch.optim.AdamW(others, betas=(0.9, 0.95), fused=True))
@@ -280,6 +283,8 @@ def environment(device, text, workers):
 def work(number, arguments, runs, deadline):
     """One worker: takes the runs in order, each where no other worker has taken it."""
     device, path = arguments.device, Path(arguments.out)
+    if device == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 256
     torch._dynamo.config.accumulated_cache_size_limit = 4096
@@ -341,7 +346,7 @@ def grids():
     # No more FLOPs than the dense model of each size, then no more than half its parameters.
     equal = dense(256, **SMALL), monarch(8, 512, **SMALL), monarch(4, 384, **SMALL), monarch(16, 640, **SMALL)
     half = monarch(8, 384, **SMALL), monarch(16, 576, **SMALL)
-    large = dense(512), monarch(8, 1024), monarch(8, 832)
+    large = dense(512), monarch(16, 1280), monarch(16, 1152), monarch(8, 1024)
 
     def tried(runs, kind, times=(None,), seeds=(0,)):
         wanted = [kind | {"seed": seed} | ({"times": t} if t else {}) for seed in seeds for t in times]
@@ -349,28 +354,32 @@ def grids():
 
     scout = tried(equal, MUON) + tried(equal, ADAMW) + tried(half, ADAMW) + tried(half, MUON)
     scout += tried(equal[:3], ADAMW, (1, 4)) + tried(equal[:2], MUON, (2, 0.5))
-    main = tried(large, ADAMW, seeds=(0, 1, 2))
-    main += tried((dense(512), monarch(4, 768)), MUON) + tried(large[1:2], CAPPED)
-    main += tried((monarch(16, 1152),), ADAMW) + tried(large, MUON, seeds=(0, 1, 2))
+    main = tried(large, ADAMW, seeds=(0, 1, 2)) + tried(large[:1], ADAMW, (1, 2.8))
+    main += tried(large[:3], ADAMW, (1.4,), seeds=(0, 1, 2))
+    main += tried(large[:1], MUON, seeds=(0, 1, 2)) + tried((monarch(8, 1024), monarch(4, 768)), MUON)
+    # From a quarter of the recommended rate to four times it.
+    main += tried(large[3:], CAPPED, (4, 16, 1)) + tried((monarch(8, 832), monarch(4, 768)), ADAMW)
     shapes = [monarch(nblocks, 256, **SMALL) for nblocks in (4, 8, 16)]
     shapes += [monarch(8, 512, rank=4, **SMALL), monarch(8, 384, rank=12, **SMALL)]
+    shapes += [monarch(4, 256, rank=32, **SMALL), monarch(8, 256, rank=12, **SMALL)]
     words = [monarch(8, 512, options=options, **SMALL, **ADAMW) for options in ("blocked", "guided")]
     small = {"steps": 20, "width": 64, "layers": 2, "head_size": 32, "context": 64, "tokens": 512}
     tiny = dense(**TINY), monarch(4, **TINY | {"width": 96})
+    tiny_ranks = [monarch(4, rank=rank, **TINY) for rank in (2, 4, 8)] + [monarch(8, **TINY | {"width": 128})]
     return {
         "scout": scout,
         "main": main,
-        "budgets": tried((dense(384, **MIDDLE), monarch(8, 768, **MIDDLE)), ADAMW),
-        # From a quarter of the recommended rate to four times it.
+        "budgets": tried(
+            (dense(384, **MIDDLE), monarch(8, 768, **MIDDLE), monarch(16, 1024, **MIDDLE)), ADAMW
+        ),
         "stability": tried(equal[1:2], CAPPED, (4, 16, 1)) + tried(equal[1:2], ADAMW, (2, 8, 0.5)),
-        # From a width to four times it, in steps of 1.4.
-        "transfer": [
-            run
-            for nblocks in (4, 8)
-            for run in tried(
-                [monarch(nblocks, width, **SMALL) for width in (128, 512)], ADAMW, (2, 1.4, 2.8, 1, 4)
-            )
-        ],
+        # From a width to four times it and from 4 blocks to 16, in steps of 1.4.
+        "transfer": tried(
+            [monarch(nblocks, width, **SMALL) for nblocks, width in ((4, 128), (4, 512), (8, 128), (8, 512))]
+            + [monarch(16, 512, **SMALL)],
+            ADAMW,
+            (2, 1.4, 2.8, 1, 4),
+        ),
         "shapes": tried(shapes, ADAMW) + words,
         "seeds": tried(equal[:2], ADAMW, seeds=(1, 2)) + tried(equal[:3:2], MUON, seeds=(1, 2)),
         # An hour on a CPU: --device cpu --limit 30000000
@@ -378,13 +387,15 @@ def grids():
             *tried(tiny, ADAMW),
             *tried(tiny, MUON, (0.5,)),
             *tried(tiny[1:], ADAMW, (0.5, 8)),
+            *tried(tiny, ADAMW, (1.4, 2.8)),
+            *tried(tiny_ranks, ADAMW),
             *tried(tiny[1:], CAPPED, (4, 16)),
             *[dataclasses.replace(tiny[1], options=options, **ADAMW) for options in ("blocked", "guided")],
         ],
         # Alone on the GPU: --workers 1.
         "timing": [
             dataclasses.replace(run, steps=100)
-            for run in [*tried(large, ADAMW), *tried(large, MUON), *tried(large[1:], CAPPED)]
+            for run in [*tried(large, ADAMW), *tried(large[::3], MUON), *tried(large[3:], CAPPED)]
         ],
         "smoke": [dataclasses.replace(run, **small) for run in [*main, *words]],
     }

@@ -158,7 +158,7 @@ def main():
     linear = linear_layers(arguments.linear, arguments.nblocks, arguments.rank, arguments.layout)
     model = GPT(arguments.width, arguments.layers, arguments.head_size, context, linear).to(device)
     optimizer = torch.optim.AdamW(
-        param_groups(model, arguments.lr, arguments.weight_decay, base_fan_in=512),
+        param_groups(model, arguments.lr, arguments.weight_decay, base_width=512),
         betas=(0.9, 0.95),
         fused=True,
     )
@@ -267,9 +267,7 @@ def parse():
     add("--accumulate", type=int, default=1, help="forward passes a step")
     add("--steps", type=int, default=500)
     add("--warmup", type=int, default=50, help="steps")
-    add(
-        "--lr", type=float, default=1.5e-3, help="of a dense layer with 512 inputs; others get theirs from it"
-    )
+    add("--lr", type=float, default=1.5e-3, help="of the dense model of width 512; others get theirs from it")
     add("--weight-decay", type=float, default=0.1)
     add("--data", help="a file or a folder of text; default: the standard library's source")
     add("--out", default="train_lm", help="folder for log, plot and checkpoint")

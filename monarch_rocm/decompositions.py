@@ -94,6 +94,8 @@ def _linear(
     if route != dispatch.BATCHED:
         return None
     (blocks, n_hidden, _), (out_blocks, n_out, n_in) = factor1, factor2
+    if blocks == out_blocks == 1 and not keep:
+        return batched.low_rank(x, blkdiag1, blkdiag2, bias), x.new_empty(*x.shape[:-1], 0)
     h = _hidden(_product(x, blkdiag1, 1, True), x, blocks * n_hidden)
     width = out_blocks * n_out if interleaved else out_features
     y = _features(_product(h, blkdiag2, n_in, False), x, width)

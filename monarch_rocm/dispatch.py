@@ -307,6 +307,8 @@ def linear(
         layer = kernels().bdmv.bdmv_layer
         return layer(x, *factors, out_features, interleaved, keep, first.config, second.config, found)
     (blocks, n_hidden, _), (out_blocks, n_out, n_in) = factor1, factor2
+    if blocks == out_blocks == 1 and first is second is None and not keep:
+        return batched.low_rank(x, *factors), x.new_empty(0)
     h = multiply(first, x, blkdiag1, None, blocks * n_hidden, 1, 1, True, inside=True)
     if interleaved and (second is None or second.kernel != "bdmv"):
         # Many tokens: numbers that are stored one by one cost more than a pass.

@@ -142,7 +142,7 @@ def _hidden(x: Tensor) -> Tensor:
 
 def forward(shape: MonarchShape, tokens: int, keep: bool) -> tuple[Operation, ...]:
     """What a forward pass may launch; `keep` where a gradient is to follow."""
-    interleaved = shape.layout == "interleaved"
+    interleaved = shape.reorders
     hidden, padded = shape.K * shape.Q, shape.L * shape.S
     group = shape.S if interleaved else 1
     found: list[Operation] = [
@@ -157,7 +157,7 @@ def forward(shape: MonarchShape, tokens: int, keep: bool) -> tuple[Operation, ..
 
 def backward(shape: MonarchShape, tokens: int) -> tuple[Operation, ...]:
     """What the gradients of input and both factors launch."""
-    interleaved = shape.layout == "interleaved"
+    interleaved = shape.reorders
     hidden, padded = shape.K * shape.Q, shape.L * shape.S
     width = padded if interleaved else shape.out_features  # of the outputs' gradient, block by block
     found: list[Operation] = [

@@ -439,7 +439,7 @@ def monarch_linear(
     recompute: bool,
 ) -> Tensor:
     """A whole layer on checked operands of one dtype and device."""
-    out_features, layout = shape.out_features, shape.layout
+    out_features, layout = shape.out_features, "interleaved" if shape.reorders else "blocked"
     operands = (x, blkdiag1, blkdiag2) if bias is None else (x, blkdiag1, blkdiag2, bias)
     if torch.compiler.is_compiling():
         # The op, not its `Function`: Dynamo traces that in its own way, in which gradients go missing.

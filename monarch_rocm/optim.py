@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -15,30 +16,37 @@ from monarch_rocm.linear import MonarchLinear
 from monarch_rocm.shape import MonarchShape
 
 
-def factor_rates(shape: MonarchShape) -> tuple[float, float]:
+def factor_rates(shape: MonarchShape, *, muon: bool = False) -> tuple[float, float]:
     """Learning rates of the two factors, as multiples of the rate of a dense layer of the same size.
 
-    Each factor is to change by the share of itself by which the dense weight would in a step. Adam (and
-    `Muon`, by its scale) changes each entry of a matrix by about the rate, and entries of new matrices
-    are as large as one over the root of how many inputs an output reads: `in_features` in a dense
-    layer, `P` in a block of the first factor, `R` in one of the second. Hence `sqrt(in_features / P)`
-    and `sqrt(in_features / R)`. `docs/training.md` has the derivation, and what else was tried.
+    An output of a dense layer reads `in_features` inputs, one of the first factor `P`, one of the second
+    `R`. With Adam, whose changes of the entries of a row add up, a square layer's factors get
+    `in_features / P / 2` and `in_features / R / 2`, so that outputs change as much as a dense layer's,
+    half by either factor; in other layers the second gets the geometric mean of both. Changes by Muon
+    are orthogonal: each factor gets the root, so that a block's change is as large as the dense
+    weight's by its largest singular value. `docs/training.md` has the derivation and what was measured.
 
     Args:
         shape (MonarchShape): the geometry, `layer.shape`.
+        muon (bool): for `Muon`. Default: for Adam and its kin.
 
-    Source: You et al., "Large Batch Optimization for Deep Learning", 2020 (steps relative to weights);
-    Qiu et al., "Compute Better Spent: Replacing Dense Layers with Structured Matrices", 2024, have
-    `in_features / (2 * P)` and `in_features / (2 * R)`, the same for square layers of 4 blocks.
+    Source: Yang and Hu, "Feature Learning in Infinite-Width Neural Networks", 2021, and Qiu et al.,
+    "Compute Better Spent: Replacing Dense Layers with Structured Matrices", 2024 (changes of outputs);
+    Liu et al., "Muon is Scalable for LLM Training", 2025 (size of Muon's updates).
 
     Example:
-        >>> factor_rates(MonarchShape(1024, 1024, nblocks=4))
-        (2.0, 2.0)
+        >>> factor_rates(MonarchShape(1024, 1024, nblocks=8))
+        (4.0, 4.0)
         >>> factor_rates(MonarchShape(4096, 1024, nblocks=4))
         (2.0, 4.0)
+        >>> factor_rates(MonarchShape(1024, 1024, nblocks=16), muon=True)
+        (4.0, 4.0)
     """
     # P counts padding, in_features does not: a block reads in_features / K features on average.
-    return math.sqrt(shape.K), math.sqrt(shape.in_features / shape.R)
+    first, second = shape.K, shape.in_features / shape.R
+    if muon:
+        return math.sqrt(first), math.sqrt(second)
+    return first / 2, math.sqrt(first * second) / 2
 
 
 def param_groups(
@@ -46,7 +54,7 @@ def param_groups(
     lr: float,
     weight_decay: float = 0.0,
     *,
-    base_fan_in: int | None = None,
+    base_width: int | None = None,
     matrices: bool = False,
     without: Iterable[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
@@ -63,18 +71,20 @@ def param_groups(
         lr (float): the rate of a dense layer.
         weight_decay (float): of factors and of everything else with two or more dimensions; vectors
             (biases, norms) get none. Default: 0.
-        base_fan_in (int, optional): `lr` is meant for dense layers with that many inputs, and
-            `nn.Linear` and Monarch layers of other widths get `lr * sqrt(base_fan_in / in_features)`,
-            so that weights of any width change by the same share. Embeddings and vectors keep `lr`.
-            Default: `lr` whatever the width.
-        matrices (bool): only factors and weights of `nn.Linear`, for `Muon`. Default: everything.
+        base_width (int, optional): `lr` was found for a dense model of that width. The width of
+            `model` is the median of the `in_features` of its `nn.Linear` and Monarch layers; each of
+            them gets `lr * base_width / sqrt(width * in_features)`, with `matrices`
+            `lr * sqrt(base_width / in_features)`. Embeddings and vectors keep `lr`. Default: `lr`
+            whatever the width.
+        matrices (bool): only factors and weights of `nn.Linear`, at `Muon`'s rates. Default:
+            everything, at Adam's.
         without (list of dict): leave out the parameters of these groups, of another optimizer.
 
     Returns:
         list of dict: groups with `params`, `lr`, `initial_lr` (for schedules) and `weight_decay`.
 
     Raises:
-        ValueError: no parameter left that requires a gradient; a `base_fan_in` below 1.
+        ValueError: no parameter left that requires a gradient; a `base_width` below 1.
 
     Example:
         >>> model = nn.Sequential(MonarchLinear(64, 256, nblocks=4), nn.GELU(), nn.Linear(256, 64))
@@ -83,17 +93,22 @@ def param_groups(
         [(0.002, 0.1, 2), (0.001, 0.0, 2), (0.001, 0.1, 1)]
         >>> optimizer = torch.optim.AdamW(groups)
     """
-    if base_fan_in is not None and base_fan_in < 1:
-        raise ValueError(f"base_fan_in must be at least 1, but base_fan_in={base_fan_in!r} was given")
+    if base_width is not None and base_width < 1:
+        raise ValueError(f"base_width must be at least 1, but base_width={base_width!r} was given")
+    layers = [module for module in model.modules() if isinstance(module, (MonarchLinear, nn.Linear))]
+    width: float | None = base_width
+    if base_width is not None and layers and not matrices:
+        width = statistics.median(layer.in_features for layer in layers)
     rates: dict[int, float] = {}
-    for module in model.modules():
-        if isinstance(module, (MonarchLinear, nn.Linear)):
-            width = 1.0 if base_fan_in is None else math.sqrt(base_fan_in / module.in_features)
-        if isinstance(module, MonarchLinear):
-            one, two = factor_rates(module.shape)
-            rates[id(module.blkdiag1)], rates[id(module.blkdiag2)] = one * width, two * width
-        elif isinstance(module, nn.Linear):
-            rates[id(module.weight)] = width
+    for layer in layers:
+        scale = 1.0
+        if base_width is not None and width is not None:
+            scale = base_width / math.sqrt(width * layer.in_features)
+        if isinstance(layer, MonarchLinear):
+            one, two = factor_rates(layer.shape, muon=matrices)
+            rates[id(layer.blkdiag1)], rates[id(layer.blkdiag2)] = one * scale, two * scale
+        else:
+            rates[id(layer.weight)] = scale
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     for weight in embeddings:  # a head that is tied to one is one
         rates[id(weight)] = 1.0

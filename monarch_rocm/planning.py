@@ -118,8 +118,9 @@ def _launches(
     route = dispatch.BATCHED
     if path != "reference":
         factors = shape.factor1, shape.factor2
-        interleaved = shape.layout == "interleaved"
-        route = dispatch.route(path, dtype, device, *factors, interleaved, False, tokens)
+        route = dispatch.route(path, dtype, device, *factors, shape.reorders, False, tokens)
+    low_rank = shape.K == shape.L == 1 and route.first is route.second is None
+    plain = "linear" if low_rank else "bmm"
     whole = moved(shape.in_features + shape.out_features, shape.num_parameters)
     if route.chained is not None:
         yield kernel("chained", route.chained) | whole
@@ -129,11 +130,11 @@ def _launches(
     else:
         stages = zip((shape.factor1, shape.factor2), widths, (route.first, route.second), strict=True)
         for (blocks, n_out, n_in), width, product in stages:
-            op = "einsum" if path == "reference" else "bmm"
+            op = "einsum" if path == "reference" else plain
             launch = {"op": op} if product is None else kernel(product.kernel, product.config)
             yield launch | moved(width, blocks * n_out * n_in)
     direct = route.chained is None and route.second is not None and route.second.kernel == "bdmv"
-    if not direct and shape.layout == "interleaved":
+    if not direct and shape.reorders:
         config = None
         if path != "reference":
             config = dispatch.config_for("interleave", path, dtype, device, shape.L, shape.S, tokens)

@@ -17,7 +17,7 @@ from monarch_rocm import tree
 from monarch_rocm.config import MonarchConfig
 from monarch_rocm.convert import FilterFn, monarchize
 from monarch_rocm.linear import MonarchLinear
-from monarch_rocm.optim import factor_rates
+from monarch_rocm.optim import Muon, factor_rates
 from monarch_rocm.projection import monarch_weight
 from monarch_rocm.report import MonarchReport
 from monarch_rocm.shape import MonarchShape
@@ -75,7 +75,8 @@ def to_monarch(
         if isinstance(module, MonarchLinear) and module is not before[name]:
             transposed = type(before[name]) is not nn.Linear  # Conv1D
             weights[before[name].weight] = module, transposed  # type: ignore[index]
-    _exchange(optimizer, {weight: _successors(*new) for weight, new in weights.items()})
+    muon = isinstance(optimizer, Muon)
+    _exchange(optimizer, {weight: _successors(*new, muon) for weight, new in weights.items()})
     return model, report
 
 
@@ -111,7 +112,7 @@ def to_dense(model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None
             linear = module.to_linear()
             linear.bias = module.bias  # type: ignore[assignment]
             made[module] = linear
-            rate = 1 / factor_rates(module.shape)[0]
+            rate = 1 / factor_rates(module.shape, muon=isinstance(optimizer, Muon))[0]
             successors[module.blkdiag1] = [_Successor(linear.weight, rate)]
             successors[module.blkdiag2] = []
     if optimizer is not None:
@@ -231,8 +232,8 @@ class _Successor:
         self.parameter, self.rate, self.convert = parameter, rate, convert
 
 
-def _successors(layer: MonarchLinear, transposed: bool) -> list[_Successor]:
-    rates = factor_rates(layer.shape)
+def _successors(layer: MonarchLinear, transposed: bool, muon: bool) -> list[_Successor]:
+    rates = factor_rates(layer.shape, muon=muon)
     return [
         _Successor(factor, rate, _converter(layer, which, transposed))
         for which, (factor, rate) in enumerate(zip((layer.blkdiag1, layer.blkdiag2), rates, strict=True))

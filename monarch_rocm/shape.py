@@ -169,6 +169,13 @@ class MonarchShape:
         return self.L, self.S, self.R
 
     @property
+    def reorders(self) -> bool:
+        """Whether outputs leave in another order than the second factor's blocks write them in: not with
+        one output block, nor with one output a block, where both layouts are one.
+        """
+        return self.layout == "interleaved" and self.L > 1 and self.S > 1
+
+    @property
     def num_parameters(self) -> int:
         """Numbers in the two factors, without the bias. A forward pass costs twice as many FLOPs a token."""
         return self.K * self.Q * self.P + self.L * self.S * self.R

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import DEVICE
 
 from monarch_rocm import MonarchLinear, MonarchShape, dispatch, monarch_linear, plan
@@ -159,3 +160,30 @@ def test_auto_leaves_numbers_of_tokens_that_hidden_features_cannot_be_loaded_wid
         assert (found and found.kernel) == kernel
     assert dispatch.product_for("triton", torch.float16, torch.device("cpu"), 64, 64, 47).kernel == "bdmm"
     tuning.refresh()
+
+
+@pytest.mark.parametrize(("nblocks", "out_features"), [((4, 1), 24), ((2, 12), 12), (1, 20)])
+def test_outputs_that_stay_in_order_go_through_no_pass(nblocks, out_features, monkeypatch):
+    """With one output block, or blocks of one output, the layouts are one, and no copy is made."""
+    monkeypatch.setattr(dispatch, "interleave", None)
+    layer = MonarchLinear(16, out_features, nblocks=nblocks, rank=2, device=DEVICE, dtype=torch.float64)
+    assert layer.shape.layout == "interleaved"
+    x = torch.randn(5, 16, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    torch.testing.assert_close(y, x @ layer.weight.mT + layer.bias)
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(dx, 2 * y @ layer.weight)
+    assert "transposing copy" not in str(plan(layer, 5))
+
+
+def test_a_layer_of_one_block_is_two_plain_products(monkeypatch):
+    """Low rank costs the host no more than two `nn.Linear`; other layers stay products of batches."""
+    monkeypatch.setattr(torch, "bmm", None)
+    for bias in (True, False):
+        layer = MonarchLinear(16, 20, nblocks=1, rank=3, bias=bias, device=DEVICE, dtype=torch.float64)
+        x = torch.randn(2, 5, 16, device=DEVICE, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert [each["op"] for each in plan(layer, 10).kernels] == ["linear", "linear"]
+    with pytest.raises(TypeError), torch.no_grad():
+        MonarchLinear(16, 20, nblocks=2, device=DEVICE, dtype=torch.float64)(x)

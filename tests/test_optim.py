@@ -14,12 +14,12 @@ from monarch_rocm.optim import Muon, StepCaps, factor_rates, orthogonal, param_g
 
 @pytest.mark.parametrize("sizes", [(512, 512), (512, 2048), (2048, 512)])
 @pytest.mark.parametrize("nblocks", [2, 4, 16])
-def test_factors_change_by_the_share_that_a_dense_weight_would(sizes, nblocks):
-    """The derivation of `factor_rates`: one step of Adam, relative to what is there."""
+def test_muons_rates_change_factors_by_the_share_that_a_dense_weight_would(sizes, nblocks):
+    """The derivation of `factor_rates`: a step with entries of one size, relative to what is there."""
 
     def share(layer):
         before = {name: p.detach().clone() for name, p in layer.named_parameters()}
-        optimizer = torch.optim.Adam(param_groups(layer, 1e-4))
+        optimizer = torch.optim.Adam(param_groups(layer, 1e-4, matrices=True))
         layer(torch.randn(8, sizes[0])).square().mean().backward()
         optimizer.step()
         return {name: _rms(p - before[name]) / _rms(before[name]) for name, p in layer.named_parameters()}
@@ -28,6 +28,26 @@ def test_factors_change_by_the_share_that_a_dense_weight_would(sizes, nblocks):
     dense = share(nn.Linear(*sizes, bias=False))["weight"]
     for found in share(MonarchLinear(*sizes, bias=False, nblocks=nblocks)).values():
         assert found / dense == pytest.approx(3**-0.25, rel=0.05)  # new factors are 3**0.25 times as large
+
+
+@pytest.mark.parametrize("nblocks", [1, 2, 4, 16])
+def test_adams_rates_change_outputs_of_square_layers_as_much_as_a_dense_layers(nblocks):
+    """The derivation of `factor_rates`: how far one step takes an output that all changes agree on."""
+    torch.manual_seed(0)
+    x, g = torch.randn(512), torch.randn(512)
+
+    def gain(layer, factors):
+        rates = {id(p): group["lr"] for group in param_groups(layer, 1.0) for p in group["params"]}
+        grads = torch.autograd.grad(layer(x) @ g, factors)
+        return [rates[id(p)] * float(grad.abs().sum()) for p, grad in zip(factors, grads, strict=True)]
+
+    dense = nn.Linear(512, 512, bias=False)
+    layer = MonarchLinear(512, 512, bias=False, nblocks=nblocks)
+    for factor in (dense.weight, layer.blkdiag1, layer.blkdiag2):
+        nn.init.normal_(factor, std=factor.shape[-1] ** -0.5)
+    (whole,) = gain(dense, [dense.weight])
+    for part in gain(layer, [layer.blkdiag1, layer.blkdiag2]):
+        assert part / whole == pytest.approx(0.5, rel=0.1)
 
 
 def test_rates_are_those_of_the_blocks():
@@ -64,14 +84,21 @@ def test_matrices_and_the_rest_are_everything():
     assert chosen.isdisjoint(id(p) for group in rest for p in group["params"])
 
 
-def test_base_fan_in_makes_rates_fall_with_the_width_but_not_those_of_embeddings():
+@pytest.mark.parametrize(("matrices", "power"), [(False, 1), (True, 0.5)])
+def test_base_width_makes_rates_fall_with_the_width_but_not_those_of_embeddings(matrices, power):
+    """A layer that reads more than the model's width gets the root of it less; Muon's fall by the root."""
     for width in (64, 256):
-        model = nn.Sequential(nn.Embedding(10, width), MonarchLinear(width, width), nn.Linear(width, 10))
-        groups = param_groups(model, 1e-3, base_fan_in=64)
+        layers = nn.Linear(width, width), MonarchLinear(width, 4 * width), MonarchLinear(4 * width, width)
+        model = nn.Sequential(nn.Embedding(10, width), *layers)
+        groups = param_groups(model, 1e-3, base_width=64, matrices=matrices)
+        groups += param_groups(model, 1e-3, base_width=64, without=groups) if matrices else []
         rates = {id(p): group["lr"] for group in groups for p in group["params"]}
+        scale = (64 / width) ** power
         assert rates[id(model[0].weight)] == 1e-3
-        assert rates[id(model[2].weight)] == pytest.approx(1e-3 * (64 / width) ** 0.5)
-        assert rates[id(model[1].blkdiag1)] == pytest.approx(2e-3 * (64 / width) ** 0.5)
+        assert rates[id(model[1].weight)] == pytest.approx(1e-3 * scale)
+        assert rates[id(model[2].blkdiag1)] == rates[id(model[2].blkdiag2)] == pytest.approx(2e-3 * scale)
+        assert rates[id(model[3].blkdiag1)] == pytest.approx(1e-3 * scale)
+        assert rates[id(model[3].blkdiag2)] == pytest.approx(2e-3 * scale)
 
 
 def test_groups_are_those_of_the_original_after_deepcopy():
@@ -83,8 +110,8 @@ def test_groups_are_those_of_the_original_after_deepcopy():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="base_fan_in must be at least 1"):
-        param_groups(MonarchLinear(16, 16), 1e-3, base_fan_in=0)
+    with pytest.raises(ValueError, match="base_width must be at least 1"):
+        param_groups(MonarchLinear(16, 16), 1e-3, base_width=0)
     with pytest.raises(ValueError, match="no parameter"):
         param_groups(nn.GELU(), 1e-3)
     with pytest.raises(ValueError, match="not a parameter of shape \\(16,\\)"):

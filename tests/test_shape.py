@@ -112,3 +112,10 @@ def test_from_factors_knows_its_factors():
 def test_factors_that_do_not_fit_are_refused(factor1, factor2, features, said):
     with pytest.raises(ValueError, match=said):
         MonarchShape.from_factors(factor1, factor2, **features)
+
+
+def test_reorders_where_the_layouts_differ():
+    assert MonarchShape(16, 24, (4, 3), rank=2).reorders
+    assert not MonarchShape(16, 24, (4, 3), rank=2, layout="blocked").reorders
+    assert not MonarchShape(16, 24, (4, 1), rank=2).reorders
+    assert not MonarchShape(16, 4, (4, 4), rank=1).reorders

@@ -12,6 +12,7 @@ import train_study
 from train_study import Run
 
 from monarch_rocm import MonarchLinear
+from monarch_rocm.optim import param_groups
 
 TINY = {"width": 16, "steps": 6, "layers": 1, "head_size": 8, "context": 16, "tokens": 64}
 RUNS = [
@@ -66,7 +67,7 @@ def test_a_failing_run_does_not_stop_the_others(study, capsys):
     assert "no multiple of the head size 7" in capsys.readouterr().out
 
 
-def test_rates_are_multiples_of_the_recommended():
+def test_rates_are_multiples_of_the_unit():
     run = dataclasses.replace(RUNS[1], times=4.0, lr=1e-3)
     model = train_study.build(run, "cpu")
     (adamw,) = train_study.optimizers(run, model, "cpu")
@@ -111,6 +112,21 @@ def test_monarch_runs_cost_no_more_than_the_dense_ones_that_they_stand_beside():
             assert found[0] > 0.85 * flops or found[1] <= parameters / 2
             seen += 1
     assert seen > 10
+
+
+@pytest.mark.parametrize("nblocks", [0, 4, 8])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_rates_told_are_those_that_the_package_gives(nblocks, optimizer):
+    """The report's `lr`, given to `param_groups` with a base width of 512, is what the run had."""
+    run = Run("monarch" if nblocks else "dense", 128, nblocks, optimizer=optimizer, times=3.0, head_size=32)
+    model = train_study.build(run, "meta")
+    found = train_study.optimizers(run, model, "cpu")[0].param_groups
+    had = {id(p): group["lr"] for group in found for p in group["params"]}
+    row = dataclasses.asdict(run) | {"block_parameters": 1, "training_flops": 1, "validation_loss": 1}
+    lr = train_report.Entry([row]).rate
+    for group in param_groups(model.blocks, lr, base_width=512, matrices=optimizer == "muon"):
+        for parameter in (p for p in group["params"] if p.ndim > 1):
+            assert had[id(parameter)] == pytest.approx(group["lr"])
 
 
 def test_the_report_shows_means_and_spreads(tmp_path, monkeypatch):

@@ -250,7 +250,7 @@ def _leave(y: Tensor, lead: torch.Size, place: str, shape: MonarchShape, group: 
         y = y.movedim(0, -2)
         lead = y.shape[:-2]
         y = y.reshape(-1, shape.L * shape.S)
-    if shape.layout == "interleaved":
+    if shape.reorders:
         y = ops._call(ops.Interleave, y, shape.L, shape.S, shape.out_features, backend)
     else:
         y = y[:, : shape.out_features].contiguous()
