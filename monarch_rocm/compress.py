@@ -27,6 +27,7 @@ from monarch_rocm.integrations.transformers import METHOD, register, remember
 from monarch_rocm.structure import restructure, structure
 
 WORK = "compressing"  # folder in the output for what a stopped run has done
+FEW = 100  # texts
 BESIDE = ("modules.json", "1_Pooling", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 CARD = """\
@@ -82,6 +83,10 @@ def _compress(arguments: argparse.Namespace, console: Console, stage: list[str])
     folder, out, work = arguments.model, arguments.out, arguments.out / WORK
     dense, tokenizer = _load(folder)
     _check_tokenizer(tokenizer, texts, folder)
+    if len(texts) < FEW:
+        console.print(
+            f"{len(texts)} texts are few: the new layers will fit these and little else", style="yellow"
+        )
     if out.resolve() == folder.resolve():
         raise InputError("--out is the model's own folder, which is not overwritten")
     if (out / "config.json").exists() and not work.exists():

@@ -93,7 +93,7 @@ def _choose(backend: str, dtype: torch.dtype, device_type: str, interpreted: boo
     reason = why_not_triton(dtype, device_type)
     if backend == "triton":
         if reason is not None:
-            raise RuntimeError(f"backend='triton' cannot run: {reason}")
+            raise RuntimeError(f"backend='triton' cannot run: {reason}. backend='auto' takes what can")
         if device_type == "cpu" and dtype == torch.bfloat16:
             warnings.warn(
                 "Triton's interpreter multiplies the raw bits of bfloat16: results on the CPU are wrong "
