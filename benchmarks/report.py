@@ -61,7 +61,7 @@ def markdown(result, chosen=lambda row: True):
 
 def rounded(value):
     """To four digits, without an exponent."""
-    return f"{float(f'{value:.4g}'):,g}"
+    return f"{float(f'{value:.4g}'):,.10g}"
 
 
 def in_readme(row):

@@ -105,11 +105,16 @@ def by_model(entries):
     return [sorted(found, key=lambda e: e.rate) for found in models.values() if len(found) > 1]
 
 
+def lowest_loss(entries):
+    """Of those that did not diverge."""
+    return min((entry.loss for entry in entries if math.isfinite(entry.loss)), default=math.nan)
+
+
 def rates(entries):
     """Loss at each rate, a row a model."""
     lines = ["| layers | width | optimizer | lr: loss |", "|---|---|---|---|"]
     for found in by_model(entries):
-        lowest = min(entry.loss for entry in found if math.isfinite(entry.loss))
+        lowest = lowest_loss(found)
         cells = [f"{e.rate:.2g}: {f'**{e.reached}**' if e.loss == lowest else e.reached}" for e in found]
         lines.append(f"| {found[0].name} | {found[0].width} | {found[0].optimizer} | {', '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else ""
@@ -161,8 +166,8 @@ def plot(entries, path):
     plain = [entry for entry in entries if not entry.options]
     size = max((entry.size for entry in entries), key=lambda size: size[1])
     figure = Figure(figsize=(9, 10), layout="constrained")
-    above, third = figure.subfigures(2, 1, height_ratios=(1, 1.1))
-    both, third = above.subplots(1, 2, sharey=True), third.subplots()
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.1))
+    both, third = above.subplots(1, 2, sharey=True), below.subplots()
     above.suptitle(f"the best of each model, {size[2]:,} steps of {size[1]:,} tokens", fontsize="medium")
     for axes, attribute, unit, label in zip(
         both,
@@ -187,7 +192,7 @@ def plot(entries, path):
     both[1].legend()
     for found in by_model([entry for entry in plain if entry.optimizer == "adamw"]):
         if len(found) > 2:
-            lowest = min(entry.loss for entry in found)
+            lowest = lowest_loss(found)
             name = f"{found[0].name}, width {found[0].width}, {found[0].size[1]:,} tokens"
             style = "o--" if found[0].linear == "dense" else "s-"
             third.plot([1e3 * e.rate for e in found], [e.loss - lowest for e in found], style, label=name)

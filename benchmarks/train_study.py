@@ -357,7 +357,6 @@ def grids():
     main = tried(large, ADAMW, seeds=(0, 1, 2)) + tried(large[:1], ADAMW, (1, 2.8))
     main += tried(large[:3], ADAMW, (1.4,), seeds=(0, 1, 2))
     main += tried(large[:1], MUON, seeds=(0, 1, 2)) + tried((monarch(8, 1024), monarch(4, 768)), MUON)
-    # From a quarter of the recommended rate to four times it.
     main += tried(large[3:], CAPPED, (4, 16, 1)) + tried((monarch(8, 832), monarch(4, 768)), ADAMW)
     shapes = [monarch(nblocks, 256, **SMALL) for nblocks in (4, 8, 16)]
     shapes += [monarch(8, 512, rank=4, **SMALL), monarch(8, 384, rank=12, **SMALL)]

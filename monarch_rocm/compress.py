@@ -76,7 +76,7 @@ def _compress(arguments: argparse.Namespace, console: Console, stage: list[str])
         budget = Budget(arguments.budget, arguments.of)
     except ValueError as error:
         raise InputError(error) from None
-    if arguments.heal < 0 or arguments.lr <= 0:
+    if arguments.heal < 0 or not arguments.lr > 0:
         given = f"--heal {arguments.heal} --lr {arguments.lr:g}"
         raise InputError(f"healing takes no fewer than 0 steps and a rate above 0, but {given} was given")
     device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -192,7 +192,8 @@ def _check_tokenizer(tokenizer: Any, texts: list[str], folder: Path) -> None:
     """Raise where most of the texts' tokens are unknown: transformers makes an empty tokenizer of a folder
     that has none.
     """
-    ids = [token for text in texts[:100] for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    plain = {"add_special_tokens": False, "verbose": False}
+    ids = [token for text in texts[:FEW] for token in tokenizer(text, **plain)["input_ids"]]
     unknown = sum(token == tokenizer.unk_token_id for token in ids)
     if not ids or unknown > len(ids) / 2:
         raise InputError(
@@ -221,8 +222,10 @@ def _load(folder: Path) -> tuple[Any, Any]:
         kind = next(
             (found for name in names if (found := getattr(transformers, name, None))), transformers.AutoModel
         )
-        model, found = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
-        missing = sorted(name for name in found["missing_keys"] if "pooler" not in name)
+        model, missing = _weights(kind, folder)
+        if missing and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+            # A config may name a head that was never saved, as those of sentence encoders do.
+            model, missing = _weights(transformers.AutoModel, folder)
         if missing:
             raise InputError(
                 f"the weights in {folder} lack {len(missing)} of the model's, to be drawn at random: "
@@ -238,6 +241,12 @@ def _load(folder: Path) -> tuple[Any, Any]:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
+
+
+def _weights(kind: Any, folder: Path) -> tuple[Any, list[str]]:
+    """The model, and the names of weights that the folder lacks, but for those of an encoder's pooler."""
+    model, found = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    return model, sorted(name for name in found["missing_keys"] if not name.startswith("pooler."))
 
 
 def _readout(folder: Path) -> Readout | None:

@@ -456,7 +456,7 @@ def monarch_linear(
         if not recompute:
             backend = decompositions.mark(backend, x.dtype, x.device.type)
         y, _ = torch.ops.monarch_rocm.linear(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
-    elif not _eager() or not _all_plain(operands):
+    elif not _eager() or not _all_plain(operands) or _is_batched(x):
         gradients = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
         keep = gradients and not recompute
         y, _ = Linear.apply(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)

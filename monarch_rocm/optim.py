@@ -20,11 +20,12 @@ def factor_rates(shape: MonarchShape, *, muon: bool = False) -> tuple[float, flo
     """Learning rates of the two factors, as multiples of the rate of a dense layer of the same size.
 
     An output of a dense layer reads `in_features` inputs, one of the first factor `P`, one of the second
-    `R`. With Adam, whose changes of the entries of a row add up, a square layer's factors get
-    `in_features / P / 2` and `in_features / R / 2`, so that outputs change as much as a dense layer's,
-    half by either factor; in other layers the second gets the geometric mean of both. Changes by Muon
-    are orthogonal: each factor gets the root, so that a block's change is as large as the dense
-    weight's by its largest singular value. `docs/training.md` has the derivation and what was measured.
+    `R`. With Adam the changes of the entries of a row add up, and `in_features / P / 2` and
+    `in_features / R / 2` would let outputs change as much as a dense layer's, half by either factor. The
+    first factor gets that, the second the geometric mean of both, which is the same in square and widening
+    layers of the default rank. Changes by Muon are orthogonal: each factor gets the root, so that a
+    block's change is as large as the dense weight's by its largest singular value. `docs/training.md`
+    has the derivation and what was measured.
 
     Args:
         shape (MonarchShape): the geometry, `layer.shape`.
@@ -74,8 +75,8 @@ def param_groups(
         base_width (int, optional): `lr` was found for a dense model of that width. The width of
             `model` is the median of the `in_features` of its `nn.Linear` and Monarch layers; each of
             them gets `lr * base_width / sqrt(width * in_features)`, with `matrices`
-            `lr * sqrt(base_width / in_features)`. Embeddings and vectors keep `lr`. Default: `lr`
-            whatever the width.
+            `lr * sqrt(base_width / in_features)`. Everything else keeps `lr`. Default: `lr` whatever
+            the width.
         matrices (bool): only factors and weights of `nn.Linear`, at `Muon`'s rates; the output layer of a
             language model is better left to Adam (`without`). Default: everything, at Adam's.
         without (list of dict): leave out the parameters of these groups, of another optimizer.
@@ -97,14 +98,12 @@ def param_groups(
     if base_width is not None:
         base_width = check_size("base_width", base_width)
     layers = [module for module in model.modules() if isinstance(module, (MonarchLinear, nn.Linear))]
-    width = base_width
-    if base_width is not None and layers and not matrices:
+    width = base_width or 1
+    if layers and not matrices:
         width = statistics.median_low(layer.in_features for layer in layers)
     rates: dict[int, float] = {}
     for layer in layers:
-        scale = 1.0
-        if base_width is not None and width is not None:
-            scale = base_width / math.sqrt(width * layer.in_features)
+        scale = 1.0 if base_width is None else base_width / math.sqrt(width * layer.in_features)
         if isinstance(layer, MonarchLinear):
             one, two = factor_rates(layer.shape, muon=matrices)
             rates[id(layer.blkdiag1)], rates[id(layer.blkdiag2)] = one * scale, two * scale

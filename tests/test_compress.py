@@ -130,6 +130,19 @@ def test_bad_input_says_what_was_given(folder, capsys):
     for name in ("tokenizer.json", "vocab.txt"):
         (folder / name).unlink(missing_ok=True)
     assert "knows 0 of" in said(folder)
+    (folder / "config.json").write_text("{")
+    assert "cannot load" in said(folder)
+
+
+@pytest.mark.parametrize("folder", ["BertModel"], indirect=True)
+def test_a_head_that_was_never_saved_is_left_out(folder, capsys):
+    """Sentence encoders name the model that they were trained from in their configs."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
+    assert run(folder) == 0
+    made = json.loads((folder.parent / "out" / "config.json").read_text())
+    assert made["architectures"] == ["BertModel"]
+    assert "60 texts are few" in capsys.readouterr().err
 
 
 def test_a_model_without_linear_layers_is_refused(folder, monkeypatch, capsys):

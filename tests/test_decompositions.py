@@ -106,6 +106,20 @@ def test_ops_that_run_a_kernel_stay():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_of_one_block_is_two_plain_products(bias):
+    module = MonarchLinear(16, 20, nblocks=1, rank=3, bias=bias, device=DEVICE, dtype=torch.float64)
+    for x in (torch.randn(2, 5, 16, dtype=torch.float64, device=DEVICE), torch.randn_like(module.weight)):
+        torch.compiler.reset()
+        compiled, found = traced(module)
+        y = compiled(x)
+        torch.testing.assert_close(y, module(x))
+        assert y.is_contiguous()
+        assert not ours(found)
+        assert not products(found)
+
+
+@torch.no_grad()
 def test_ops_stay_where_tokens_are_not_known():
     module = MonarchLinear(16, 16, nblocks=4, device=DEVICE)
     compiled, found = traced(module)

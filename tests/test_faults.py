@@ -230,14 +230,19 @@ def test_kernels_are_exact_deterministic_and_on_one_axis(file):
 @needs_triton
 def test_launches_know_which_kernels_come_to_a_loop_again():
     """Those with several loops, for which Triton before 3.9 makes races (`launch.options`)."""
-    from monarch_rocm.kernels import launch
+    from monarch_rocm.kernels import launch, tuning
 
     loops = {
         node.name: sum(isinstance(each, (ast.For, ast.While)) for each in ast.walk(node))
         for file in KERNELS
         for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(each).startswith("triton.jit") for each in node.decorator_list)
     }
+    assert {name.removesuffix("_kernel") for name in loops if name.endswith("_kernel")} >= set(
+        tuning.PARAMETERS
+    )
+    assert all(name.endswith("_kernel") or not count for name, count in loops.items()), "a helper has a loop"
     assert {name for name, count in loops.items() if count > 1} == launch.LOOPED_AGAIN
 
 

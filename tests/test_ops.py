@@ -122,6 +122,23 @@ def test_many_gradients_in_one_pass_are_each_right(backend):
     functions = torch.autograd.functional
     jacobian = functions.jacobian(module, x[0].detach(), vectorize=True)
     torch.testing.assert_close(jacobian, module.weight.detach(), rtol=1e-4, atol=1e-5)
+
+    class Back(torch.autograd.Function):
+        """A layer that a backward pass calls."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.new_empty(4, 7)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return module(dy)
+
+    grads = torch.randn(3, 4, 7, device=DEVICE)
+    for enabled in () if backend == "reference" else (False, True):  # whose einsum such gradients cannot pass
+        z = torch.zeros(4, 5, device=DEVICE, requires_grad=True)
+        found = torch.autograd.grad(Back.apply(z), z, grads, is_grads_batched=True, create_graph=enabled)
+        torch.testing.assert_close(found, (module(grads),))
     if backend == "triton":
         return  # the same ops, whose kernels the interpreter runs too slowly
 

@@ -158,7 +158,7 @@ def must_compile(each: Class) -> tuple[tuple[Place, bool], ...]:
     if each.kernel == "bdmm":
         found += [((_layer(each, a, b), "forward 2"), False), ((_layer(each, b, a), "backward 3"), False)]
         (_, second), (transposed, _) = _odd(each, a, b), _odd(each, b, a)
-        # Of one output block, whose gradients go through no pass before the products.
+        # The latter is of one output block, whose gradients go through no pass before the products.
         found += [((second, "forward 2"), True), ((transposed, "backward 4"), True)]
     elif each.kernel == "bdmm_wgrad":
         found.append(((_odd(each, a, b)[1], "backward 2"), True))

@@ -187,13 +187,22 @@ def test_no_process_outlives_its_controller(how):
     """Ctrl-C ends the loop, and a killed controller takes its workers along."""
     code = CONTROLLER.format(tests=str(HERE.parent))
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background job ignores it
     ) as controller:
-        pids = [int(pid) for pid in controller.stdout.readline().split()]
-        assert len(pids) == 2
-        controller.send_signal(getattr(signal, how))
-        assert controller.wait(30) == {"SIGINT": 0, "SIGKILL": -9}[how]
-        assert controller.stdout.read() == ("interrupted\n" if how == "SIGINT" else "")
+        try:
+            pids = [int(pid) for pid in controller.stdout.readline().split()]
+            assert len(pids) == 2
+            controller.send_signal(getattr(signal, how))
+            assert controller.wait(30) == {"SIGINT": 0, "SIGKILL": -9}[how]
+            assert controller.stdout.read() == ("interrupted\n" if how == "SIGINT" else "")
+        finally:
+            controller.kill()
     assert wait_gone(pids)
 
 
