@@ -208,23 +208,19 @@ def _eager() -> bool:
 
 
 def _all_plain(args: tuple[Any, ...]) -> bool:
-    """Whether no argument is of a tensor subclass, nor a view whose minus sign the dispatcher is still to
-    apply, as of `x.conj().imag`: kernels read what lies in memory.
+    """Whether no argument is what only the dispatcher knows: a tensor subclass, many gradients in one, as of
+    `is_grads_batched=True`, or a view whose minus sign is still to be applied, as of `x.conj().imag`.
     """
     for arg in args:
         if type(arg) in _TENSORS:
-            if arg.is_neg():
+            if arg.is_neg() or _is_batched(arg):
                 return False
         elif type(arg) not in _OTHERS and isinstance(arg, Tensor):
             return False
     return True
 
 
-def _is_batched(arg: Any) -> bool:
-    """Whether it is many gradients in one, as of `is_grads_batched=True`, which only the dispatcher knows."""
-    return type(arg) is Tensor and torch._C._functorch.is_legacy_batchedtensor(arg)
-
-
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _TENSORS = (Tensor, Parameter)
 _OTHERS = (int, bool, str, NoneType)
 
@@ -235,7 +231,7 @@ def _call(function: type[Function], *args: Any) -> Any:
     `Function.apply` binds its arguments by signature, and an op goes through the dispatcher: together
     they cost more than a small layer takes. Eager calls go around both, to the same `impl`.
     """
-    if not _eager() or not _all_plain(args) or any([_is_batched(arg) for arg in args[:2]]):  # noqa: C419
+    if not _eager() or not _all_plain(args):
         return function.apply(*args)
     if torch.is_grad_enabled() and any([isinstance(arg, Tensor) and arg.requires_grad for arg in args]):  # noqa: C419
         return super(Function, function.Eager).apply(*args)  # type: ignore[attr-defined]
@@ -456,7 +452,7 @@ def monarch_linear(
         if not recompute:
             backend = decompositions.mark(backend, x.dtype, x.device.type)
         y, _ = torch.ops.monarch_rocm.linear(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
-    elif not _eager() or not _all_plain(operands) or _is_batched(x):
+    elif not _eager() or not _all_plain(operands):
         gradients = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
         keep = gradients and not recompute
         y, _ = Linear.apply(x, blkdiag1, blkdiag2, bias, out_features, layout, keep, backend)
