@@ -6,7 +6,16 @@ import itertools
 
 import pytest
 import torch
-from support import DEVICE, by_layout, make_operands, make_shape
+from support import (
+    DEVICE,
+    assert_within_budget,
+    by_layout,
+    dense_weight,
+    make_operands,
+    make_shape,
+    run,
+    run_dense,
+)
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,14 +54,16 @@ def test_gradients_of_first_and_second_order(backend, layout, dtype):
 @pytest.mark.slow
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
 def test_second_order_through_the_kernels_equals_the_reference():
-    def second(backend):
-        x, w1, w2, bias = make_operands(make_shape(SHAPE), torch.float32, (4,))
+    def second(backend, dtype=torch.float32):
+        operands = make_operands(make_shape(SHAPE), torch.float32, (4,))
+        x, w1, w2, bias = (t.detach().to(dtype).requires_grad_() for t in operands)
         y = call(backend)(x, w1, w2, bias)
         first = torch.autograd.grad(y.pow(2).sum(), (x, w1, w2), create_graph=True)
         return torch.autograd.grad(sum(g.pow(2).sum() for g in first), (x, w1, w2, bias))
 
-    for got, exact in zip(second("triton"), second("reference"), strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+    found = second("triton"), second("reference"), second("reference", torch.float64)
+    for name, *values in zip(("x", "blkdiag1", "blkdiag2", "bias"), *found, strict=True):
+        assert_within_budget(name, *values, depth=7)
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
@@ -85,10 +96,16 @@ def test_vmap_of_grad_gives_gradients_by_sample(backend):
         return torch.func.functional_call(module, params, (x,)).pow(2).sum()
 
     got = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+    plain = copy.deepcopy(module)
+    plain.backend = "reference"
     for i in range(3):
-        one = torch.func.grad(loss)(params, x[i])
+        ones = []
+        for each in (plain, copy.deepcopy(plain).double()):
+            each.zero_grad()
+            each(x[i].to(each.bias.dtype)).pow(2).sum().backward()
+            ones.append({name: parameter.grad for name, parameter in each.named_parameters()})
         for name in params:
-            torch.testing.assert_close(got[name][i], one[name], rtol=1e-4, atol=1e-5)
+            assert_within_budget(name, got[name][i], *(one[name] for one in ones), depth=7)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -121,7 +138,12 @@ def test_many_gradients_in_one_pass_are_each_right(backend):
         torch.testing.assert_close([each[i] for each in found], list(one))
     functions = torch.autograd.functional
     jacobian = functions.jacobian(module, x[0].detach(), vectorize=True)
-    torch.testing.assert_close(jacobian, module.weight.detach(), rtol=1e-4, atol=1e-5)
+    factors = module.blkdiag1.detach(), module.blkdiag2.detach()
+    plain, exact = (
+        dense_weight(*(t.to(dtype) for t in factors), "interleaved")[:5, :7]
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert_within_budget("jacobian", jacobian, plain, exact, depth=7)
 
     class Back(torch.autograd.Function):
         """A layer that a backward pass calls."""
@@ -145,9 +167,9 @@ def test_many_gradients_in_one_pass_are_each_right(backend):
     def cubes(*operands):
         return call(backend)(*operands).pow(3).sum()
 
-    operands = tuple(t.detach() for t in make_operands(make_shape(SHAPE), torch.float32, (2,)))
+    operands = tuple(t.detach() for t in make_operands(make_shape(SHAPE), torch.float64, (2,)))
     found, exact = (functions.hessian(cubes, operands, vectorize=vectorize) for vectorize in (True, False))
-    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.parametrize("no_grad", [False, True])
@@ -472,20 +494,16 @@ def test_a_minus_sign_that_a_view_has_yet_to_apply_is_applied(backend, nblocks):
         assert view.is_neg()
         return view
 
-    def results(operands, grad, backend):
-        operands = [t.detach().requires_grad_() for t in operands]
-        y = monarch_linear(*operands, backend=backend)
-        return [y.detach(), *torch.autograd.grad(y, operands, grad)]
-
-    operands = [t.detach() for t in make_operands(MonarchShape(16, 12, nblocks, rank=2), torch.float32)]
+    shape = MonarchShape(16, 12, nblocks, rank=2)
+    operands = make_operands(shape, torch.float32)
+    views = [lazy(t.detach()).requires_grad_() for t in operands]
     grad = torch.randn(9, 12, device=DEVICE)
-    exact = results([t.double() for t in operands], grad.double(), "reference")
-    views = [lazy(t) for t in operands]
+    plain, exact = run(shape, operands, "reference", grad), run_dense(shape, operands, grad)
     with torch.no_grad():
         inference = [monarch_linear(*views, backend=backend)]
-    for got in (inference, results(views, grad, backend), results(operands, lazy(grad), backend)):
-        for one, wanted in zip(got, exact, strict=False):
-            torch.testing.assert_close(one, wanted.float(), rtol=1e-4, atol=1e-4)
+    for got in (inference, run(shape, views, backend, grad), run(shape, operands, backend, lazy(grad))):
+        for name, *values in zip(("y", "x", "blkdiag1", "blkdiag2", "bias"), got, plain, exact, strict=False):
+            assert_within_budget(name, *values, depth=16)
 
 
 def test_ops_have_no_reference_backend():
