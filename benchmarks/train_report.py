@@ -177,9 +177,8 @@ def plot(entries, path):
         strict=True,
     ):
         kinds = defaultdict(list)
-        for entry in best([entry for entry in plain if entry.size == size]):
-            if not entry.rank:
-                kinds[entry.linear, entry.nblocks, entry.optimizer].append(entry)
+        for entry in best([entry for entry in plain if entry.size == size and not entry.rank]):
+            kinds[entry.linear, entry.nblocks, entry.optimizer].append(entry)
         for (linear, nblocks, optimizer), found in sorted(kinds.items()):
             found.sort(key=lambda e: getattr(e, attribute))
             name = "dense" if linear == "dense" else f"Monarch {nblocks}"

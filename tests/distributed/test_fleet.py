@@ -191,9 +191,8 @@ def test_no_process_outlives_its_controller(how):
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a shell's background job ignores it
+        # Ctrl-C counts, also where the tests are a shell's background job, which ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as controller:
         try:
             pids = [int(pid) for pid in controller.stdout.readline().split()]
