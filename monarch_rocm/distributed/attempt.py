@@ -19,6 +19,8 @@ GRACE_HERE, GRACE_AWAY = 1.0, 20.0  # seconds in which the end of a process show
 
 LOOK = 0.05  # seconds between looks at processes
 
+TOGETHER = 1.0  # seconds apart that ranks which wait for each other may seem to stop, as their words come in
+
 LAST_WORDS = 2 * EVERY  # seconds that records of the steps before a failure are waited for
 
 
@@ -150,9 +152,10 @@ class Attempt:
                 return self.evidence.best()
             return None
         for limit, ranks in ((stall_s, self._stepped), (start_s, set(range(self.ranks)))):
-            late = [r for r in sorted(ranks - self.done) if now - self._heard[r] > limit]
-            if late:
-                return self.evidence.hang(late, limit)
+            waited = {r: now - self._heard[r] for r in sorted(ranks - self.done)}
+            if waited and max(waited.values()) > limit:
+                together = limit - min(TOGETHER, limit / 2)
+                return self.evidence.hang([r for r, seconds in waited.items() if seconds > together], limit)
         return None
 
     def _known(self) -> Cause | None:

@@ -77,6 +77,18 @@ def test_silence_of_one_rank_is_a_stall():
     assert attempt.cause(30, 60) is None
 
 
+def test_a_rank_whose_last_word_came_later_may_be_the_one_that_hangs():
+    """Its peers wait for it, and their words may have come a moment before its own."""
+    attempt = Attempt(0, None, 2, ("here", "", ""))
+    for rank, stack, seconds in ((0, WAITING, 30.1), (1, SLEEPING, 29.9)):
+        attempt.hear("steps", rank, [(0, {}, 0.1)])
+        attempt.hear("stack", rank, stack)
+        attempt._heard[rank] -= seconds
+    assert attempt.cause(30, 60).rank == 1
+    attempt._heard[1] += 5  # it goes on
+    assert attempt.cause(30, 60).rank == 0
+
+
 def test_a_failure_waits_for_what_other_ranks_have_to_tell():
     """Steps before it that are on their way, from ranks that may still speak, and not for ever."""
     attempt = Attempt(0, None, 3, ("here", "", ""))
